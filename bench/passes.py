@@ -81,8 +81,8 @@ def passes() -> list[Pass]:
         ("what is said of rows", tidied, said),
         ("ids of a map", lambda: routing_map.ids_of(chosen, probs, TOPK), picked),
         ("weights to a map", lambda: routing_map.weights_at(ids, of_ids, EXPERTS), dense),
-        ("gradients of a combine", lambda: combine_gradients.by_kernel(rows, weights, y), combined),
-        ("gradients of SwiGLU", lambda: swiglu.by_kernel(both, inner, weights, INNER, end), inside),
+        ("gradients of a combine", lambda: combine_gradients.combine_gradients(rows, weights, y, BF16), combined),
+        ("gradients of SwiGLU", lambda: swiglu.gradients(both, inner, weights, INNER, end), inside),
     ]
 
 

@@ -17,7 +17,7 @@ import torch
 from moecomm import _native
 from moecomm.base.protocol import ROUND_HEADER_BYTES
 from moecomm.gpu import cuda_driver, linking, plain_kernel
-from moecomm.gpu.structs import fields_of
+from moecomm.gpu.structs import struct
 
 WORD = 8  # bytes of a tagged word, and of a signal
 REPORT_BYTES = 8  # of what the kernel that quiesces reports
@@ -46,12 +46,6 @@ def signal_offset(window: _native.WindowLayout, sender: int) -> int:
     return window.signals + sender * WORD
 
 
-class LeaveArgs(ctypes.Structure):
-    """LeaveArgs of csrc/device/between_rounds_args.h."""
-
-    _fields_ = fields_of("LeaveArgs")
-
-
 def leave_kernel(transport: str) -> plain_kernel.PlainKernel:
     """Return the kernel that puts the words to other domains."""
     return plain_kernel.PlainKernel(
@@ -64,16 +58,10 @@ def put_leave(transport: str, context: _native.Context, masked: Collection[int],
 
     Returns when they are on their way, or can't be sent.  Runs on the current stream of the current device.
     """
-    args = LeaveArgs(tagged_words=offset, bytes=nbytes, members=_members(context, masked))
+    args = struct("LeaveArgs")(tagged_words=offset, bytes=nbytes, members=_members(context, masked))
     _set_context(args, context, _PUT_TIMEOUT_NS)
     plain_kernel.launch(leave_kernel(transport), 1, args)
     torch.cuda.current_stream().synchronize()
-
-
-class QuiesceArgs(ctypes.Structure):
-    """QuiesceArgs of csrc/device/between_rounds_args.h."""
-
-    _fields_ = fields_of("QuiesceArgs")
 
 
 def quiesce_kernel(transport: str) -> plain_kernel.PlainKernel:
@@ -84,9 +72,10 @@ def quiesce_kernel(transport: str) -> plain_kernel.PlainKernel:
 
 def quiesce_arguments(
     context: _native.Context, masked: Collection[int], agreement: int, last_round: int, missing: int
-) -> QuiesceArgs:
+) -> ctypes.Structure:
     """Return the arguments of the kernel; see quiesce().  `missing`: address of REPORT_BYTES for its report."""
-    args = QuiesceArgs(agreement=agreement, last_round=last_round, members=_members(context, masked), missing=missing)
+    members = _members(context, masked)
+    args = struct("QuiesceArgs")(agreement=agreement, last_round=last_round, members=members, missing=missing)
     _set_context(args, context, context.timeout_ns // 2)  # shorter than the wait for ready words
     return args
 
@@ -131,12 +120,6 @@ def reported(report: bytes) -> set[int]:
     return {rank for rank in range(8 * REPORT_BYTES) if missing >> rank & 1}
 
 
-class SetPlacementArgs(ctypes.Structure):
-    """SetPlacementArgs of csrc/device/between_rounds_args.h."""
-
-    _fields_ = fields_of("SetPlacementArgs")
-
-
 SET_PLACEMENT = plain_kernel.PlainKernel(
     "device/between_rounds", "set_placement", "SetPlacementArgs", _PLACEMENT_THREADS
 )
@@ -146,7 +129,7 @@ def set_placement(words: Sequence[int], to: int) -> None:
     """Write words to the window of this rank, on the current stream of the current device.  Does not wait for it."""
     given = torch.tensor(words, dtype=torch.int32, pin_memory=True).cuda(non_blocking=True)
     # Without `overlap`: the table changes when all earlier rounds have ended.
-    args = SetPlacementArgs(words=given.data_ptr(), to=to, count=len(words))
+    args = struct("SetPlacementArgs")(words=given.data_ptr(), to=to, count=len(words))
     plain_kernel.launch(SET_PLACEMENT, 1, args)
 
 

@@ -192,7 +192,7 @@ class LsaSession:
     def _prepare(self) -> None:
         """Load the kernels that a mask needs at once, and those that put between rounds."""
         between = (between_rounds.leave_kernel, between_rounds.quiesce_kernel) if self.reach.puts else ()
-        for kernel in (expert_table.kernel(), *(of(self.reach.shim) for of in between)):
+        for kernel in (expert_table.KERNEL, *(of(self.reach.shim) for of in between)):
             plain_kernel.load(kernel, self.device.index)
 
     def _make_context(self, rank: int, shape: _native.Shape, peers: list[int]) -> _native.Context:

@@ -8,6 +8,7 @@ moe-mixtral-8x7b-h200-2.json, moe-mixtral-8x7b-h200-4.json).
 
 from __future__ import annotations
 
+import ctypes
 from functools import lru_cache
 
 import torch
@@ -25,7 +26,7 @@ from moecomm.fused.kernels import (
     row_config,
 )
 from moecomm.fused.schedules import Schedule
-from moecomm.fused.structs import ExpertLayerArgs, GemmArgs, Grouping, LayerArgs
+from moecomm.gpu.structs import struct
 
 _MORE_COUNTED, _FEW_ROWS = 128, 4096  # rows of a counter where there are more than _FEW_ROWS rows in all
 FETCHERS = 16  # blocks that fetch: with fewer, short rows do not arrive in time (measured on 4 H200s)
@@ -78,21 +79,21 @@ def layer_kernel(
 
 
 def layer_args(
-    layer: LayerArgs,
-    first: GemmArgs,
-    second: GemmArgs,
+    layer: ctypes.Structure,
+    first: ctypes.Structure,
+    second: ctypes.Structure,
     schedule: Schedule,
     clusters: int,
     together: int,
     row_bytes: int,
     casts: tuple[int, int, int] = (0, 0, 0),
     cast_rows: int = 0,
-) -> ExpertLayerArgs:
+) -> ctypes.Structure:
     """Return the arguments of a launch of `clusters` clusters.
 
     `together`: rows_at_once(), `row_bytes`: see below, `casts`: addresses of cast rows and their counters, or 0.
     """
-    return ExpertLayerArgs(
+    return struct("ExpertLayerArgs")(
         first=first,
         second=second,
         layer=layer,
@@ -123,7 +124,7 @@ def row_tiles_per_turn(schedule: Schedule, row_bytes: int) -> int:
     return _LONG_STEP if row_bytes > _LONG_ROW else _SHORT_STEP_ROWS // schedule.most_rows
 
 
-def rows_at_once(rows: int, counted: int, tiles: Grouping, schedule: Schedule, clusters: int) -> int:
+def rows_at_once(rows: int, counted: int, tiles: ctypes.Structure, schedule: Schedule, clusters: int) -> int:
     """Return how many rows all blocks fetch first: those that the first tiles of all clusters wait for.
 
     With many rows none: fetching blocks begin with their own share at once.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, overload
@@ -20,10 +21,10 @@ from moecomm.fused.fp8 import Fp8, Operand
 from moecomm.fused.operands import Operands, check_counts, check_operands, result
 from moecomm.fused.quantized import Fp4, Mxfp4, Nvfp4, check_fp4_values, dequantize
 from moecomm.fused.schedules import BAND, FP8_BAND, Schedule, block_columns
-from moecomm.fused.structs import GemmArgs, Grouping
 from moecomm.fused.weights import GRANULARITY
 from moecomm.gpu import cuda_driver
 from moecomm.gpu.plain_kernel import enqueue
+from moecomm.gpu.structs import struct
 
 
 @overload
@@ -251,7 +252,9 @@ def multiply(
             enqueue(*launch)
 
 
-_Launch = tuple[int, kernels.SharedKernel, int, GemmArgs]  # arguments of enqueue(): device, kernel, blocks, struct
+_Launch = tuple[
+    int, kernels.SharedKernel, int, ctypes.Structure
+]  # arguments of enqueue(): device, kernel, blocks, struct
 
 
 @tuning.until_forgotten
@@ -297,7 +300,7 @@ def arguments(
     schedule: Schedule,
     alignment: int = 1,
     activation: GatedActivation = SWIGLU,
-) -> GemmArgs:
+) -> ctypes.Structure:
     """Return the arguments of a launch; `out`: an address.  Rows of x may have any stride; a bias is float32.
 
     The struct is cached and shared by launches with the same addresses: do not write to it.
@@ -331,7 +334,7 @@ def arguments_at(
     activation: GatedActivation = SWIGLU,
     by_channel: bool = False,
     mxfp4: bool = False,
-) -> GemmArgs:
+) -> ctypes.Structure:
     """Return the arguments of a launch by addresses; see arguments().
 
     Cached, because looking up some ten tensor maps takes longer than the rest of a call.
@@ -351,7 +354,7 @@ def arguments_at(
     (groups, columns, _), depth, rows = w_shape, x_shape[-1], math.prod(x_shape[:-1])
     tiled = tiled_as(dtype, by_channel)
     w_dtype, w_bytes = (torch.uint8, kernels.PACKED_ROW_BYTES) if mxfp4 else (dtype, kernels.SLOT_ROW_BYTES)
-    args = GemmArgs(
+    args = struct("GemmArgs")(
         w=_weight_map(w, w_shape, w_dtype, apart, block_columns(tiled), w_bytes),
         out=out,
         counts=counts,
@@ -380,9 +383,9 @@ def grouping(
     rows: int,
     alignment: int = 1,
     group_rows: int = 0,
-) -> Grouping:
+) -> ctypes.Structure:
     """Return the tiles of a product `[rows, columns]`; `group_rows`: rows of a group in layout "batched"."""
-    return Grouping(
+    return struct("Grouping")(
         groups=groups,
         alignment=alignment,
         group_rows=group_rows,

@@ -25,8 +25,8 @@ from moecomm.fused.biases import Biases
 from moecomm.fused.kernels import Epilogue, reduce_kernel
 from moecomm.fused.plan import layer_plan
 from moecomm.fused.quantized import ByChannel, is_by_channel
-from moecomm.fused.structs import GemmArgs, LayerArgs
 from moecomm.gpu.plain_kernel import PlainKernel, enqueue, load
+from moecomm.gpu.structs import struct
 from moecomm.rounds.rounds import Rounds
 from moecomm.rounds.spans import span
 from moecomm.routed import Routed
@@ -218,7 +218,7 @@ class Fused:
         self._reduce = self._plan.reduce
         if unsummed:
             self._reduce = reduce_kernel(rounds.dtype, hidden, rounds.topk, by_k=True)
-        args = self._args = LayerArgs(x=x.data_ptr(), x_stride=check_rows("x", x), num_tokens=tokens)
+        args = self._args = struct("LayerArgs")(x=x.data_ptr(), x_stride=check_rows("x", x), num_tokens=tokens)
         args.max_rows, args.row_tiles = self._plan.max_rows, self._plan.row_tiles
         about: dict[str, Any] = {"device": rounds.device, "dtypes": (rounds.dtype,)}
         topk_idx, topk_weights = check_routing(rounds, tokens, topk_idx, topk_weights)
@@ -283,7 +283,7 @@ class Fused:
         whole = compute.layer_args(args, first, second, schedule, clusters, plan.together, row_bytes, *more)
         self._launch(plan.experts, clusters * schedule.cluster, whole)
 
-    def _gemms(self, counts: int, *biases: int) -> tuple[GemmArgs, GemmArgs]:
+    def _gemms(self, counts: int, *biases: int) -> tuple[ctypes.Structure, ctypes.Structure]:
         """Return the arguments of the two GEMMs, by addresses of the rows of each expert and of biases."""
         plan, (w13, w13_scales), (w2, w2_scales) = self._plan, self._w13, self._w2
         dtype, schedule, pitch = plan.dtype, plan.schedule, plan.pitch

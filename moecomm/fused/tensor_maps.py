@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from moecomm.fused.structs import TensorMap
 from moecomm.gpu import cuda_driver
+from moecomm.gpu.structs import struct
 
 _TYPES = {
     torch.bfloat16: "CU_TENSOR_MAP_DATA_TYPE_BFLOAT16",
@@ -74,4 +74,5 @@ def encode(
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
-    return TensorMap.from_buffer_copy(ctypes.string_at(int(encoded.getPtr()), ctypes.sizeof(TensorMap)))
+    kind_of = struct("TensorMap")
+    return kind_of.from_buffer_copy(ctypes.string_at(int(encoded.getPtr()), ctypes.sizeof(kind_of)))

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
 from moecomm.base.arrays import check_memory
-from moecomm.gpu import plain_kernel, row_pass
-from moecomm.gpu.structs import fields_of
+from moecomm.gpu import row_pass
 
 _MOST = torch.iinfo(torch.int32).max
 _SEGMENT, _SEGMENTS = 1024, 16  # least entries of a segment, unless there are fewer, and most segments
-
-
-class _Args(ctypes.Structure):
-    """BudgetArgs of csrc/elementwise/args.h."""
-
-    _fields_ = fields_of("BudgetArgs")
 
 
 class Rule(NamedTuple):
@@ -68,11 +60,6 @@ class Kept(NamedTuple):
     needed: torch.Tensor
 
 
-def kernel(entry: str) -> plain_kernel.PlainKernel:
-    """Return the kernel `count_entries<type of ids>` or `keep_entries<type of ids>`."""
-    return row_pass.kernel("elementwise/budgets", entry, "BudgetArgs")
-
-
 def counted(ids: torch.Tensor, rule: Rule) -> Counted:
     """Count the entries of each expert.
 
@@ -80,7 +67,14 @@ def counted(ids: torch.Tensor, rule: Rule) -> Counted:
         ids: int64 or int32 `[T, K]`; those that no expert has are not counted.
     """
     if ids.is_cuda:
-        return counted_by_kernel(ids, rule)
+        check_memory("topk_idx", ids)  # kept() relies on this check, too
+        ids = ids.contiguous()
+        rows = torch.zeros(rule.ranks, rule.columns, dtype=torch.int32, device=ids.device)
+        to = torch.empty(rule.ranks, 1, dtype=torch.int64, device=ids.device)
+        segments = max(1, min(_SEGMENTS, ids.numel() // _SEGMENT))
+        parts = torch.empty(rule.experts, segments, dtype=torch.int32, device=ids.device)
+        _run("count_entries", rule, ids, parts, table=rows, to=to)
+        return Counted(rows, to, parts)
     flat = ids.flatten().long()
     here = flat[(flat >= 0) & (flat < rule.experts)]
     row = torch.zeros(rule.columns, dtype=torch.int32)
@@ -101,7 +95,14 @@ def kept(ids: torch.Tensor, table: torch.Tensor, rule: Rule, parts: torch.Tensor
         parts: see Counted.
     """
     if parts is not None:
-        return kept_by_kernel(ids, table, rule, parts)
+        found = Kept(
+            torch.empty_like(ids, memory_format=torch.contiguous_format),
+            torch.empty(1, dtype=torch.int32, device=ids.device),
+            torch.empty(1, dtype=torch.int64, device=ids.device),
+        )
+        made = {"kept": found.ids, "overflow": found.overflow, "needed": found.needed}
+        _run("keep_entries", rule, ids.contiguous(), parts, table=table, **made)
+        return found
     experts, me = rule.experts, rule.rank
     flat = ids.flatten().long()
     column = torch.where((flat >= 0) & (flat < experts), flat, experts)  # the last one: no expert
@@ -120,51 +121,16 @@ def kept(ids: torch.Tensor, table: torch.Tensor, rule: Rule, parts: torch.Tensor
     )
 
 
-def counted_by_kernel(ids: torch.Tensor, rule: Rule) -> Counted:
-    """Do counted() by a kernel."""
-    check_memory("topk_idx", ids)  # kept_by_kernel() relies on this check, too
-    ids = ids.contiguous()
-    rows = torch.zeros(rule.ranks, rule.columns, dtype=torch.int32, device=ids.device)
-    to = torch.empty(rule.ranks, 1, dtype=torch.int64, device=ids.device)
-    segments = max(1, min(_SEGMENTS, ids.numel() // _SEGMENT))
-    parts = torch.empty(rule.experts, segments, dtype=torch.int32, device=ids.device)
-    _launch("count_entries", rule, ids=ids, table=rows, to=to, parts=parts)
-    return Counted(rows, to, parts)
-
-
-def kept_by_kernel(ids: torch.Tensor, table: torch.Tensor, rule: Rule, parts: torch.Tensor) -> Kept:
-    """Do kept() by a kernel."""
-    found = Kept(
-        torch.empty_like(ids, memory_format=torch.contiguous_format),
-        torch.empty(1, dtype=torch.int32, device=ids.device),
-        torch.empty(1, dtype=torch.int64, device=ids.device),
-    )
-    about = {"kept": found.ids, "overflow": found.overflow, "needed": found.needed}
-    _launch("keep_entries", rule, ids=ids.contiguous(), table=table, parts=parts, **about)
-    return found
-
-
-def _launch(entry: str, rule: Rule, *, ids: torch.Tensor, parts: torch.Tensor, **others: torch.Tensor) -> None:
-    args = _Args.from_buffer_copy(_sizes(rule, ids.numel(), parts.shape[1]))
-    args.ids, args.parts = ids.data_ptr(), parts.data_ptr()
-    for name, tensor in others.items():
-        setattr(args, name, tensor.data_ptr())
-    name = f"{entry}<{row_pass.IDS[ids.dtype]}>"
-    row_pass.launch(kernel(name), ids.device, (rule.experts + 1) * parts.shape[1] * row_pass.ROW, args)
+def _run(name: str, rule: Rule, ids: torch.Tensor, parts: torch.Tensor, **others: torch.Tensor) -> None:
+    kernel, segments = row_pass.kernel(name, row_pass.IDS[ids.dtype]), parts.shape[1]
+    fields = {"ids": ids.data_ptr(), "parts": parts.data_ptr(), **_sizes(rule, ids.numel(), segments)}
+    for field, tensor in others.items():
+        fields[field] = tensor.data_ptr()
+    row_pass.run(kernel, ids.device, (rule.experts + 1) * segments * row_pass.ROW, **fields)
 
 
 @lru_cache(maxsize=64)
-def _sizes(rule: Rule, entries: int, segments: int) -> bytes:
-    """Arguments without addresses.  They are the same in every call, so they are written once."""
-    return bytes(
-        _Args(
-            entries=entries,
-            experts=rule.experts,
-            ranks=rule.ranks,
-            rank=rule.rank,
-            alignment=rule.alignment,
-            budget=min(rule.budget, _MOST),
-            pitch=rule.columns,
-            segments=segments,
-        )
-    )
+def _sizes(rule: Rule, entries: int, segments: int) -> dict[str, int]:
+    """Return the fields that are the same in every call."""
+    budget = min(rule.budget, _MOST)
+    return {**rule._asdict(), "budget": budget, "pitch": rule.columns, "entries": entries, "segments": segments}

@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 
-from moecomm.gpu import plain_kernel, row_pass
-from moecomm.gpu.structs import fields_of
-
-_WORDS = {"uint4": 16, "u32": 4, "u8": 1}
-
-
-class Args(ctypes.Structure):
-    """PaddingArgs of csrc/elementwise/args.h."""
-
-    _fields_ = fields_of("PaddingArgs")
-
-
-def kernel(word: str) -> plain_kernel.PlainKernel:
-    """Return the kernel; `word`: the type in which rows are written, uint4 where they allow it."""
-    return row_pass.kernel("elementwise/used_rows", f"zero_padding<{word}>", "PaddingArgs")
+from moecomm.gpu import row_pass
 
 
 def word_of(multiple: int) -> str:
     """Return the largest type of a word that divides addresses and bytes of rows, all of them multiples of this."""
-    return next(name for name, size in _WORDS.items() if multiple % size == 0)
+    return "uint4" if multiple % 16 == 0 else "u32" if multiple % 4 == 0 else "u8"
 
 
 def zero(
@@ -43,10 +27,13 @@ def zero(
         num_rows: int32 `[1]`: every row from this one on is empty.
         counts: int32 `[groups]`: in each group, the rows after so many are empty.
     """
-    if rows.is_cuda:
-        _by_kernel(rows, src=src, num_rows=num_rows, counts=counts)
-    else:
-        clear(rows, empty(rows.shape[:-1], src=src, num_rows=num_rows, counts=counts))
+    shape = rows.shape[:-1]
+    if not rows.is_cuda:
+        clear(rows, empty(shape, src=src, num_rows=num_rows, counts=counts))
+    elif (count := shape.numel()) > 0:
+        at, nbytes = rows.data_ptr(), rows.shape[-1] * rows.itemsize
+        fields = fields_of(at, nbytes, shape, src, num_rows, counts)
+        row_pass.run(row_pass.kernel("zero_padding", word_of(at | nbytes)), rows.device, count * row_pass.ROW, **fields)
 
 
 def clear(rows: torch.Tensor, empty: torch.Tensor) -> None:
@@ -82,22 +69,17 @@ def empty(
     return none
 
 
-def args_of(
+def fields_of(
     rows: int,
     nbytes: int,
     shape: torch.Size,
-    *,
     src: torch.Tensor | None = None,
     num_rows: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
-) -> Args:
-    """Return the arguments for `shape` rows of `nbytes` each at the address `rows`."""
-    return Args(rows, *map(row_pass.address, (src, num_rows, counts)), nbytes, shape.numel(), shape[-1])
-
-
-def _by_kernel(rows: torch.Tensor, **told: torch.Tensor | None) -> None:
-    count, nbytes = rows.shape[:-1].numel(), rows.shape[-1] * rows.itemsize
-    if count == 0:
-        return
-    args = args_of(rows.data_ptr(), nbytes, rows.shape[:-1], **told)
-    row_pass.launch(kernel(word_of(rows.data_ptr() | nbytes)), rows.device, count * row_pass.ROW, args)
+) -> dict[str, int]:
+    """Return the fields of PaddingArgs for `shape` rows of `nbytes` each at the address `rows`; others: see zero()."""
+    fields = {"rows": rows, "bytes": nbytes, "count": shape.numel(), "group": shape[-1]}
+    for name, tensor in (("src", src), ("num_rows", num_rows), ("counts", counts)):
+        if tensor is not None:
+            fields[name] = tensor.data_ptr()
+    return fields

@@ -9,16 +9,9 @@ import torch
 from moecomm.base import formats
 from moecomm.base.protocol import PASS_THREADS
 from moecomm.gpu import plain_kernel, row_pass
-from moecomm.gpu.structs import fields_of
 
 NAMES = tuple(name for name in formats.FORMATS if name != "fp8")
 _PIECE = 16  # columns that a thread casts at once
-
-
-class _Args(ctypes.Structure):
-    """QuantizeArgs of csrc/elementwise/args.h."""
-
-    _fields_ = fields_of("QuantizeArgs")
 
 
 def kernel(name: str, dtype: torch.dtype, aligned: bool) -> plain_kernel.PlainKernel:
@@ -26,8 +19,7 @@ def kernel(name: str, dtype: torch.dtype, aligned: bool) -> plain_kernel.PlainKe
 
     `aligned`: rows and their values begin at multiples of 16 bytes, and have a multiple of 16 columns.
     """
-    entry = f"quantize_rows<Type::{row_pass.TYPES[dtype]}, Format::{name}, {str(aligned).lower()}>"
-    return row_pass.kernel("elementwise/quantize_rows", entry, "QuantizeArgs")
+    return row_pass.kernel("quantize_rows", row_pass.TYPES[dtype], f"Format::{name}", str(aligned).lower())
 
 
 def load(device: int, name: str, dtype: torch.dtype, hidden: int) -> None:
@@ -39,15 +31,8 @@ def cast(
     x: torch.Tensor, name: str, *, scale_format: str = "fp32", global_scale: float | torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Cast rows, as formats.quantize() does.  On GPUs, on the current stream; graphs can capture it."""
-    if x.is_cuda and name in NAMES:
-        return by_kernel(x, name, scale_format=scale_format, global_scale=global_scale)
-    return formats.quantize(x, name, scale_format=scale_format, global_scale=global_scale)
-
-
-def by_kernel(
-    x: torch.Tensor, name: str, *, scale_format: str = "fp32", global_scale: float | torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Do cast() by a kernel, to one of NAMES."""
+    if not (x.is_cuda and name in NAMES):
+        return formats.quantize(x, name, scale_format=scale_format, global_scale=global_scale)
     fmt, given = formats.check(x, name, scale_format, global_scale)
     x = x.contiguous()
     count, hidden = x.shape
@@ -57,12 +42,14 @@ def by_kernel(
         scales = torch.empty(count, fmt.scale_columns(hidden), dtype=fmt.scales, device=x.device)
     if count == 0:
         return rows, scales
-    args = _Args(x=x.data_ptr(), values=rows.data_ptr(), scales=row_pass.address(scales), count=count, hidden=hidden)
-    if isinstance(given, torch.Tensor):
-        args.global_scale = given.data_ptr()
+    fields = {"x": x.data_ptr(), "values": rows.data_ptr(), "count": count, "hidden": hidden}
+    if scales is not None:
+        fields["scales"] = scales.data_ptr()
+    if isinstance(given, float):
+        fields["global_bits"] = ctypes.c_int32.from_buffer_copy(ctypes.c_float(given)).value
     elif given is not None:
-        args.global_bits = ctypes.c_int32.from_buffer_copy(ctypes.c_float(given)).value
+        fields["global_scale"] = given.data_ptr()
     threads = count * (PASS_THREADS if fmt.group == "row" else -(-hidden // (row_pass.ROW * _PIECE)) * row_pass.ROW)
-    aligned = hidden % _PIECE == 0 and (x.data_ptr() | rows.data_ptr()) % 16 == 0
-    row_pass.launch(kernel(name, x.dtype, aligned), x.device, threads, args)
+    aligned = hidden % _PIECE == 0 and (fields["x"] | fields["values"]) % 16 == 0
+    row_pass.run(kernel(name, x.dtype, aligned), x.device, threads, **fields)
     return rows, scales

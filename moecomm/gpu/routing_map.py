@@ -2,24 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 
 from moecomm.base.arrays import check_memory
 from moecomm.gpu import plain_kernel, row_pass
-from moecomm.gpu.structs import fields_of
-
-
-class _Args(ctypes.Structure):
-    """MapArgs of csrc/elementwise/args.h."""
-
-    _fields_ = fields_of("MapArgs")
-
-
-def kernel(entry: str) -> plain_kernel.PlainKernel:
-    """Return the kernel `ids_of_map`, or `weights_at_experts<type of ids>`."""
-    return row_pass.kernel("elementwise/routing", entry, "MapArgs")
 
 
 def ids_of(
@@ -33,9 +19,13 @@ def ids_of(
         routing_map: bool `[T, E]`.
         probs: `[T, E]`; None: no weights.
     """
-    experts = routing_map.shape[1]
+    tokens, experts = routing_map.shape
     if routing_map.is_cuda:
-        return _ids_by_kernel(routing_map, probs, topk)
+        ids = torch.empty((tokens, topk), dtype=torch.int64, device=routing_map.device)
+        dense = None if probs is None else probs.float().contiguous()
+        weights = None if dense is None else torch.empty((tokens, topk), dtype=torch.float32, device=ids.device)
+        _run(row_pass.kernel("ids_of_map"), routing_map.contiguous(), dense, ids, weights, experts)
+        return ids, weights
     first = torch.where(routing_map, torch.arange(experts), experts).sort(dim=1).values[:, :topk]
     ids = torch.where(first < experts, first, -1)
     weights = None
@@ -43,17 +33,6 @@ def ids_of(
         weights = torch.where(ids >= 0, probs.float().gather(1, first.clamp(max=experts - 1)), 0.0)
     if topk < experts:
         ids[:, :1] = torch.where(routing_map.sum(dim=1, keepdim=True) > topk, experts, ids[:, :1])
-    return ids, weights
-
-
-def _ids_by_kernel(
-    routing_map: torch.Tensor, probs: torch.Tensor | None, topk: int
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    tokens, experts = routing_map.shape
-    ids = torch.empty((tokens, topk), dtype=torch.int64, device=routing_map.device)
-    dense = None if probs is None else probs.float().contiguous()
-    weights = None if dense is None else torch.empty((tokens, topk), dtype=torch.float32, device=ids.device)
-    _launch("ids_of_map", routing_map.contiguous(), dense, ids, weights, experts)
     return ids, weights
 
 
@@ -65,27 +44,17 @@ def weights_at(ids: torch.Tensor, weights: torch.Tensor, num_experts: int) -> to
         weights: float32 `[T, K]`.
     """
     if ids.is_cuda:
-        return _weights_by_kernel(ids, weights, num_experts)
+        dense = torch.empty((len(ids), num_experts), dtype=torch.float32, device=ids.device)
+        kernel = row_pass.kernel("weights_at_experts", row_pass.IDS[ids.dtype])
+        _run(kernel, None, dense, ids.contiguous(), weights.contiguous(), num_experts)
+        return dense
     dense = torch.zeros((len(ids), num_experts + 1), dtype=torch.float32)
     at = torch.where(ids >= 0, ids, num_experts).long()
     return dense.scatter_add_(1, at, weights)[:, :num_experts]
 
 
-def _weights_by_kernel(ids: torch.Tensor, weights: torch.Tensor, num_experts: int) -> torch.Tensor:
-    dense = torch.empty((len(ids), num_experts), dtype=torch.float32, device=ids.device)
-    _launch(
-        f"weights_at_experts<{row_pass.IDS[ids.dtype]}>",
-        None,
-        dense,
-        ids.contiguous(),
-        weights.contiguous(),
-        num_experts,
-    )
-    return dense
-
-
-def _launch(
-    entry: str,
+def _run(
+    kernel: plain_kernel.PlainKernel,
     chosen: torch.Tensor | None,
     dense: torch.Tensor | None,
     ids: torch.Tensor,
@@ -98,5 +67,15 @@ def _launch(
     for name, tensor in {"routing_map": chosen, "probs": dense, "topk_idx": ids, "topk_weights": weights}.items():
         if tensor is not None:
             check_memory(name, tensor)
-    args = _Args(*map(row_pass.address, (chosen, dense, ids, weights)), tokens, experts, topk)
-    row_pass.launch(kernel(entry), ids.device, tokens * row_pass.ROW, args)
+    row_pass.run(
+        kernel,
+        ids.device,
+        tokens * row_pass.ROW,
+        map=row_pass.address(chosen),
+        dense=row_pass.address(dense),
+        ids=ids.data_ptr(),
+        weights=row_pass.address(weights),
+        tokens=tokens,
+        experts=experts,
+        topk=topk,
+    )

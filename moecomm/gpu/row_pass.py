@@ -1,4 +1,4 @@
-"""Launches of the kernels that pass over rows once."""
+"""Launches of the kernels that pass over rows once: csrc/elementwise."""
 
 from __future__ import annotations
 
@@ -9,17 +9,34 @@ import torch
 
 from moecomm.base.protocol import PASS_THREADS
 from moecomm.gpu import plain_kernel
+from moecomm.gpu.structs import struct
 
-_MOST_BLOCKS = 528  # four a multiprocessor of an H200
+# Header and argument struct of each kernel.
+KERNELS = {
+    "zero_padding": ("used_rows", "PaddingArgs"),
+    "copy_rows": ("used_rows", "CopyRowsArgs"),
+    "tidy": ("used_rows", "TidyArgs"),
+    "ids_of_map": ("routing", "MapArgs"),
+    "weights_at_experts": ("routing", "MapArgs"),
+    "look_up_experts": ("routing", "ExpertTableArgs"),
+    "count_entries": ("budgets", "BudgetArgs"),
+    "keep_entries": ("budgets", "BudgetArgs"),
+    "combine_gradients": ("gradients", "GradientArgs"),
+    "swiglu_gradients": ("gradients", "SwigluArgs"),
+    "quantize_rows": ("quantize_rows", "QuantizeArgs"),
+}
 ROW = 32  # threads of a row that is a warp's
 IDS = {torch.int64: "i64", torch.int32: "i32"}  # as kernels name the types of ids
-TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}  # and those of rows
+TYPES = {torch.bfloat16: "Type::bf16", torch.float16: "Type::fp16", torch.float32: "Type::fp32"}  # and those of rows
+_MOST_BLOCKS = 528  # four a multiprocessor of an H200
 
 
 @cache
-def kernel(header: str, entry: str, args: str) -> plain_kernel.PlainKernel:
-    """`entry(args)` of a header below csrc."""
-    return plain_kernel.PlainKernel(header, entry, args, PASS_THREADS)
+def kernel(name: str, *arguments: str) -> plain_kernel.PlainKernel:
+    """Return a kernel of KERNELS; `arguments`: of its template."""
+    header, args = KERNELS[name]
+    entry = f"{name}<{', '.join(arguments)}>" if arguments else name
+    return plain_kernel.PlainKernel(f"elementwise/{header}", entry, args, PASS_THREADS)
 
 
 def address(tensor: torch.Tensor | None) -> int:
@@ -27,6 +44,10 @@ def address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def launch(kernel: plain_kernel.PlainKernel, device: torch.device, threads: int, args: ctypes.Structure) -> None:
-    """On the current stream of the device, with so many threads, or fewer that take turns."""
+def run(kernel: plain_kernel.PlainKernel, device: torch.device, threads: int, **fields: int | ctypes.Structure) -> None:
+    """Launch a kernel on the current stream of a device, with so many threads or fewer that take turns.
+
+    `fields`: those of its struct that are not 0.
+    """
+    args = struct(kernel.args)(**fields)
     plain_kernel.launch_on(device, kernel, max(1, min(_MOST_BLOCKS, -(-threads // PASS_THREADS))), args)

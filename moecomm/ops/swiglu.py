@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import NamedTuple
 
 import torch
 
 from moecomm.fused.activations import SWIGLU, GatedActivation
-from moecomm.gpu import plain_kernel, row_pass
-from moecomm.gpu.structs import fields_of
+from moecomm.gpu import row_pass
 from moecomm.ops.rounds import rows_of
-
-
-class _Args(ctypes.Structure):
-    """SwigluArgs of csrc/elementwise/args.h."""
-
-    _fields_ = fields_of("SwigluArgs")
 
 
 class Gradients(NamedTuple):
@@ -31,12 +23,6 @@ class Gradients(NamedTuple):
     both: torch.Tensor
     weights: torch.Tensor
     inner: torch.Tensor
-
-
-def kernel(dtype: torch.dtype) -> plain_kernel.PlainKernel:
-    """Return the kernel for rows of `dtype`."""
-    entry = f"swiglu_gradients<Type::{row_pass.TYPES[dtype]}>"
-    return row_pass.kernel("elementwise/gradients", entry, "SwigluArgs")
 
 
 def gradients(
@@ -59,7 +45,26 @@ def gradients(
         activation: of the experts.
     """
     if both.is_cuda and activation == SWIGLU:
-        return by_kernel(both, grad_inner, weights, width, end)
+        both, grad_inner, weights = rows_of(both), rows_of(grad_inner), weights.contiguous()
+        made = Gradients(torch.empty_like(both), torch.empty_like(weights), torch.empty_like(grad_inner))
+        count, columns = grad_inner.shape
+        if count > 0:
+            row_pass.run(
+                row_pass.kernel("swiglu_gradients", row_pass.TYPES[both.dtype]),
+                both.device,
+                count * row_pass.ROW,
+                both=both.data_ptr(),
+                inner=grad_inner.data_ptr(),
+                weights=weights.data_ptr(),
+                to_both=made.both.data_ptr(),
+                to_inner=made.inner.data_ptr(),
+                to_weights=made.weights.data_ptr(),
+                end=end.data_ptr(),
+                count=count,
+                columns=columns,
+                width=width,
+            )
+        return made
     gate, up = both.float().view(len(both), both.shape[1] // (2 * width), 2, width).unbind(2)
     values, by_gate, by_up = activation.derivatives(gate, up)
     inner, grad, scale = values.flatten(1), grad_inner.float(), weights.unsqueeze(1)
@@ -67,18 +72,3 @@ def gradients(
     grad_h = (grad * scale).view(gate.shape)
     grad_both = torch.stack((grad_h * by_gate, grad_h * by_up), dim=2)
     return Gradients(grad_both.flatten(1).to(both.dtype), grad_weights, (inner * scale).to(both.dtype))
-
-
-def by_kernel(
-    both: torch.Tensor, grad_inner: torch.Tensor, weights: torch.Tensor, width: int, end: torch.Tensor
-) -> Gradients:
-    """Compute `gradients` of SwiGLU with the kernel, on a GPU."""
-    both, grad_inner, weights = rows_of(both), rows_of(grad_inner), weights.contiguous()
-    made = Gradients(torch.empty_like(both), torch.empty_like(weights), torch.empty_like(grad_inner))
-    count, columns = grad_inner.shape
-    if count == 0:
-        return made
-    at = map(row_pass.address, (both, grad_inner, weights, made.both, made.inner, made.weights, end))
-    args = _Args(*at, count, columns, width)
-    row_pass.launch(kernel(both.dtype), both.device, count * row_pass.ROW, args)
-    return made

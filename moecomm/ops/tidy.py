@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import NamedTuple
 
 import torch
 
-from moecomm.gpu import padding, plain_kernel, row_pass
-from moecomm.gpu.structs import fields_of
+from moecomm.gpu import padding, row_pass
+from moecomm.gpu.structs import struct
 
 
 class About(NamedTuple):
@@ -21,17 +20,6 @@ class About(NamedTuple):
     ids: torch.Tensor | None
 
 
-class _Args(ctypes.Structure):
-    """TidyArgs of csrc/elementwise/args.h."""
-
-    _fields_ = fields_of("TidyArgs", PaddingArgs=padding.Args)
-
-
-def kernel(ids: str, word: str) -> plain_kernel.PlainKernel:
-    """Return the kernel for ids of C++ type `ids`; `word`: see padding.word_of()."""
-    return row_pass.kernel("elementwise/used_rows", f"tidy<{ids}, {word}>", "TidyArgs")
-
-
 def tidied(layout: str, found: About, rows: torch.Tensor | None = None) -> About:
     """Copy metadata out of the window, on the current stream; rows without a token get weight 0 and ids and src -1.
 
@@ -40,7 +28,7 @@ def tidied(layout: str, found: About, rows: torch.Tensor | None = None) -> About
     """
     told = padding.told(layout, found.src, found.tokens_per_expert, found.num_rows)
     if found.src.is_cuda:
-        return _by_kernel(found, told, rows)
+        return _on_gpu(found, told, rows)
     empty = padding.empty(found.src.shape[:-1], **told)
     if rows is not None:
         padding.clear(rows, empty)
@@ -54,20 +42,29 @@ def tidied(layout: str, found: About, rows: torch.Tensor | None = None) -> About
     )
 
 
-def _by_kernel(found: About, told: dict[str, torch.Tensor], padded: torch.Tensor | None = None) -> About:
+def _on_gpu(found: About, told: dict[str, torch.Tensor], padded: torch.Tensor | None) -> About:
     made = About(*(None if tensor is None else torch.empty_like(tensor) for tensor in found))  # type: ignore[arg-type]
     rows = found.src.shape[:-1]
     count = rows.numel()
     each = found.weights.numel() // max(1, count)
     at, nbytes = (0, 0) if padded is None else (padded.data_ptr(), padded.shape[-1] * padded.itemsize)
-    fields = [row_pass.address(tensor) for about in (found, made) for tensor in _in_order(about)]
-    args = _Args(padding.args_of(at, nbytes, rows, **told), *fields, each, len(found.tokens_per_expert))
     ids = "i64" if found.ids is None else row_pass.IDS[found.ids.dtype]
-    threads = count * each if padded is None else count * max(each, row_pass.ROW)
-    row_pass.launch(kernel(ids, padding.word_of(at | nbytes)), found.src.device, threads, args)
+    row_pass.run(
+        row_pass.kernel("tidy", ids, padding.word_of(at | nbytes)),
+        found.src.device,
+        count * each if padded is None else count * max(each, row_pass.ROW),
+        of=struct("PaddingArgs")(**padding.fields_of(at, nbytes, rows, **told)),
+        weights=found.weights.data_ptr(),
+        ids=row_pass.address(found.ids),
+        src=found.src.data_ptr(),
+        counts=found.tokens_per_expert.data_ptr(),
+        num_rows=found.num_rows.data_ptr(),
+        to_weights=made.weights.data_ptr(),
+        to_ids=row_pass.address(made.ids),
+        to_src=made.src.data_ptr(),
+        to_counts=made.tokens_per_expert.data_ptr(),
+        to_num_rows=made.num_rows.data_ptr(),
+        each=each,
+        experts=len(found.tokens_per_expert),
+    )
     return made
-
-
-def _in_order(about: About) -> tuple[torch.Tensor | None, ...]:
-    """Return the tensors in the order of TidyArgs."""
-    return about.weights, about.ids, about.src, about.tokens_per_expert, about.num_rows

@@ -23,21 +23,12 @@ from moecomm.fused import schedules, tensor_maps
 from moecomm.fused.fp8 import Fp8
 from moecomm.fused.kernels import SLOT_ROW_BYTES, multiprocessors
 from moecomm.fused.schedules import BAND, BLOCK_COLUMNS, FP8_BAND, FP8_SCHEDULES, SCHEDULES, Schedule, block_columns
-from moecomm.fused.structs import GemmArgs, Grouping
 from moecomm.gpu import cuda_driver, plain_kernel
+from moecomm.gpu.structs import struct
 from moecomm.overlap import kernels
-from moecomm.overlap.kernels import (
-    AllReduceArgs,
-    EmbeddingArgs,
-    GatherMatmulArgs,
-    GemvArgs,
-    Overlap,
-    SendMatmulArgs,
-)
 from moecomm.overlap.plans import Operators
 from moecomm.overlap.sizes import FP8, GROUP, OF_FP8, Matrix, Sizes
 from moecomm.window import Window
-from moecomm.window.gpu_calls import WindowStruct
 
 CONTROL_BYTES = 2 * kernels.STATE_BYTES + 2 * 8 * kernels.FLAGS
 _MOST_PACKET_BYTES = 8 << 20
@@ -93,8 +84,8 @@ class GpuExecutor(Operators):
         self.staging_bytes = (rest - 2 * self.packet_bytes) // 2 // 1024 * 1024
         packets = offset + CONTROL_BYTES
         staging = packets + 2 * self.packet_bytes
-        self._overlap = Overlap(
-            window=WindowStruct.from_buffer_copy(window.handle),
+        self._overlap = struct("Overlap")(
+            window=struct("Window").from_buffer_copy(window.handle),
             state=offset,
             flags=offset + 2 * kernels.STATE_BYTES,
         )
@@ -149,7 +140,7 @@ class GpuExecutor(Operators):
         self._check_room("staging", sum(nbytes), self.staging_bytes)
         schedule = choose(dtype, self.schedule, rows, ranks, columns, depth, self._units)
         piece_rows = self._piece_rows(rows, depth * dtype.itemsize)
-        args = GatherMatmulArgs(
+        args = struct("GatherMatmulArgs")(
             gemm=gemm_args(call, grouping(dtype, schedule, ranks, rows, columns, band_of(dtype))),
             overlap=self._overlap,
             scales=nbytes[0],
@@ -180,7 +171,7 @@ class GpuExecutor(Operators):
         if rows * columns == 0 or rows > kernels.GEMV_ROWS or lines * _LINE > self.packet_bytes:
             return None
         check_product(call)
-        args = GemvArgs(overlap=self._overlap, rows=rows, columns=columns, depth=depth)
+        args = struct("GemvArgs")(overlap=self._overlap, rows=rows, columns=columns, depth=depth)
         kernel = kernels.gemv_kernel(call.dtype, rows, self.num_ranks)
 
         def run(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -218,7 +209,7 @@ class GpuExecutor(Operators):
         _, owned = self._parts(y.nbytes)
         out = torch.empty_like(y)
         if words:
-            args = AllReduceArgs(overlap=self._overlap, x=y.data_ptr(), out=out.data_ptr(), words=words)
+            args = struct("AllReduceArgs")(overlap=self._overlap, x=y.data_ptr(), out=out.data_ptr(), words=words)
             warps = kernels.ALL_REDUCE_THREADS // 32
             blocks = min(self._units, -(-owned * max(ranks - 1, 1) // warps))
             self._launch(kernels.all_reduce_kernel(y.dtype, ranks), blocks, args)
@@ -237,7 +228,7 @@ class GpuExecutor(Operators):
         warps = kernels.EMBEDDING_THREADS // 32 * self._units
         piece_bags = min(max(bags * ranks // (2 * warps), 1, -(-bags * ranks // (kernels.FLAGS - ranks))), bags)
         self._check_room("staging", bags * ranks * row_bytes, self.staging_bytes)
-        args = EmbeddingArgs(
+        args = struct("EmbeddingArgs")(
             overlap=self._overlap,
             num_rows=call.dims["V"],
             num_tables=count,
@@ -286,7 +277,7 @@ class GpuExecutor(Operators):
             flags, needed = flags + tiles * schedule.cluster * slices, 2 * results
         self._check_room("flags", flags, kernels.FLAGS)
         self._check_room("staging", needed, self.staging_bytes)
-        args = SendMatmulArgs(
+        args = struct("SendMatmulArgs")(
             gemm=gemm_args(call, order), overlap=self._overlap, results=results, pitch_rows=pitch_rows, slices=slices
         )
         kernel = kernels.send_kernel(dtype, schedule, send, ranks, split)
@@ -389,9 +380,11 @@ def band_of(dtype: torch.dtype) -> int:
     return FP8_BAND if dtype == FP8 else BAND
 
 
-def grouping(dtype: torch.dtype, schedule: Schedule, blocks: int, rows: int, columns: int, band: int) -> Grouping:
+def grouping(
+    dtype: torch.dtype, schedule: Schedule, blocks: int, rows: int, columns: int, band: int
+) -> ctypes.Structure:
     """Return the tiles of a product of `blocks` blocks of `rows` rows."""
-    return Grouping(
+    return struct("Grouping")(
         groups=blocks,
         alignment=1,
         group_rows=rows,
@@ -413,16 +406,16 @@ def check_product(call: Sizes) -> None:
         raise Unsupported(f"fused products of depth {depth} and {columns} columns: both must be multiples of 8")
 
 
-def gemm_args(call: Sizes, tiles: Grouping) -> GemmArgs:
+def gemm_args(call: Sizes, tiles: ctypes.Structure) -> ctypes.Structure:
     """Return the arguments of a product, but for the matrices: see place()."""
     depth = call.dims["K"]
-    args = GemmArgs(columns=call.dims["N"], depth=depth, grouping=tiles)
+    args = struct("GemmArgs")(columns=call.dims["N"], depth=depth, grouping=tiles)
     if call.fp8:
         args.x_scale_row, args.x_scale_column = depth // GROUP, 1
     return args
 
 
-def place(args: GemmArgs, x: Matrix, w: Matrix, out: torch.Tensor, schedule: Schedule) -> None:
+def place(args: ctypes.Structure, x: Matrix, w: Matrix, out: torch.Tensor, schedule: Schedule) -> None:
     """Set the addresses of a product.  Raises Unsupported for matrices that are not aligned."""
     data, weights = values_of(x), values_of(w)
     columns, depth = weights.shape[-2:]

@@ -1,8 +1,7 @@
-"""Kernels of csrc/overlap, the configurations that they are compiled for, and their arguments as ctypes structs."""
+"""Kernels of csrc/overlap, and the configurations that they are compiled for."""
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import replace
 from functools import lru_cache
 
@@ -11,10 +10,7 @@ import torch
 from moecomm import _native
 from moecomm.fused.kernels import THREADS, SharedKernel, gemm_config
 from moecomm.fused.schedules import Schedule
-from moecomm.fused.structs import GemmArgs, TensorMap
-from moecomm.gpu.structs import fields_of
 from moecomm.overlap.sizes import FP8, OF_FP8
-from moecomm.window.gpu_calls import WindowStruct
 
 _CONSTANTS = _native.overlap_constants()
 MOST_RANKS, FLAGS, STATE_BYTES = (_CONSTANTS[name] for name in ("most_ranks", "flags", "state_bytes"))
@@ -26,42 +22,6 @@ PART_WORDS, PART_BYTES = _CONSTANTS["all_reduce_words"], _CONSTANTS["all_reduce_
 SENDS = ("reduce_scatter", "all_reduce", "all_to_all")  # enumerators of Send in C++
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}  # enumerators of Type
 _BARRIERS_BYTES = 64  # of SendShared beside GemmShared
-
-
-class Overlap(ctypes.Structure):
-    """Overlap of csrc/overlap/args.h: a workspace."""
-
-    _fields_ = fields_of("Overlap", Window=WindowStruct)
-
-
-class GatherMatmulArgs(ctypes.Structure):
-    """GatherMatmulArgs of csrc/overlap/args.h."""
-
-    _fields_ = fields_of("GatherMatmulArgs", GemmArgs=GemmArgs, TensorMap=TensorMap, Overlap=Overlap)
-
-
-class SendMatmulArgs(ctypes.Structure):
-    """SendMatmulArgs of csrc/overlap/args.h."""
-
-    _fields_ = fields_of("SendMatmulArgs", GemmArgs=GemmArgs, Overlap=Overlap)
-
-
-class GemvArgs(ctypes.Structure):
-    """GemvArgs of csrc/overlap/args.h."""
-
-    _fields_ = fields_of("GemvArgs", Overlap=Overlap)
-
-
-class AllReduceArgs(ctypes.Structure):
-    """AllReduceArgs of csrc/overlap/args.h."""
-
-    _fields_ = fields_of("AllReduceArgs", Overlap=Overlap)
-
-
-class EmbeddingArgs(ctypes.Structure):
-    """EmbeddingArgs of csrc/overlap/args.h."""
-
-    _fields_ = fields_of("EmbeddingArgs", Overlap=Overlap)
 
 
 @lru_cache(maxsize=64)

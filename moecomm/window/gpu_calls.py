@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 
 from moecomm import _native
 from moecomm.backends.gpu_peers import CONTROL, GpuPeers
 from moecomm.gpu import cuda_driver, plain_kernel
-from moecomm.gpu.structs import fields_of
+from moecomm.gpu.structs import struct
 from moecomm.ranks.peers import Peers
 from moecomm.window.memory import UserMemory
 
 _THREADS = 64  # a thread for each rank of a barrier
-
-
-class WindowStruct(ctypes.Structure):
-    """Window of csrc/window/window.h."""
-
-    _fields_ = fields_of("Window")
-
-
-class CallArgs(ctypes.Structure):
-    """WindowCallArgs of csrc/window/call_args.h."""
-
-    _fields_ = fields_of("WindowCallArgs", Window=WindowStruct)
 
 
 def kernel(call: str) -> plain_kernel.PlainKernel:
@@ -47,14 +33,15 @@ class GpuCalls:
         self._on_device = torch.frombuffer(bytearray(handle.content), dtype=torch.uint8).to(peers.device)
         self.handle_address = self._on_device.data_ptr()
         torch.cuda.synchronize(peers.device)  # kernels of any stream may read all of it
-        self._struct = WindowStruct.from_buffer_copy(handle.content)
+        self._struct = struct("Window").from_buffer_copy(handle.content)
         self._functions = {  # now: loading waits for kernels that are running
             call: plain_kernel.load(kernel(call), peers.device.index)
             for call in ("signal", "set_signal", "wait", "barrier")
         }
 
     def _launch(self, call: str, value: int = 0, rank: int = 0, index: int = 0) -> None:
-        args, device = CallArgs(window=self._struct, value=value, rank=rank, index=index), self._device.index
+        device = self._device.index
+        args = struct("WindowCallArgs")(window=self._struct, value=value, rank=rank, index=index)
         if _native.cuda_context() == 0:  # autograd's threads may have none yet
             cuda_driver.bind_thread(device)
         how = 1, _THREADS, 0, _native.current_stream(device), args

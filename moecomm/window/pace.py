@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import time
 
 import torch
 
 from moecomm.gpu import plain_kernel
-from moecomm.gpu.structs import fields_of
+from moecomm.gpu.structs import struct
 
 _HOST_PIECE_S = 1e-3
 # A pause holds a warp of a multiprocessor, which a block of a round may need whole.
 _GPU_PIECE_S = 20e-6
 _LEAST_PIECE = 4096  # bytes
-
-
-class PauseArgs(ctypes.Structure):
-    """PauseArgs of csrc/window/call_args.h."""
-
-    _fields_ = fields_of("PauseArgs")
 
 
 PAUSE = plain_kernel.PlainKernel("window/pace", "pause", "PauseArgs", 32)
@@ -54,7 +47,7 @@ class Pace:
     def _pause(self, nbytes: int) -> None:
         seconds = nbytes / self._bytes_per_s
         if self._device.type == "cuda":
-            args = PauseArgs(due=self._due.data_ptr(), ns=int(seconds * 1e9))
+            args = struct("PauseArgs")(due=self._due.data_ptr(), ns=int(seconds * 1e9))
             plain_kernel.launch_on(self._device, PAUSE, 1, args)
             return
         begin, until = time.monotonic(), self._due_s + seconds

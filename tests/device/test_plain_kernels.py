@@ -10,8 +10,8 @@ from moecomm.backends.between_rounds import SET_PLACEMENT
 from moecomm.backends.lsa_kernels import choice_of
 from moecomm.base.protocol import BALANCED, DTYPES, REPLICATED
 from moecomm.fused.copies import COPY
-from moecomm.gpu import budgets, expert_table, padding, plain_kernel, quantize_rows, routing_map, used_rows
-from moecomm.ops import combine_gradients, swiglu, tidy
+from moecomm.gpu import plain_kernel, quantize_rows
+from moecomm.gpu.row_pass import TYPES, kernel
 from moecomm.window.pace import PAUSE
 
 from ..compiled import check_kernel
@@ -29,17 +29,16 @@ def choice(ranks: int, slots: int, experts: int, placed: int) -> plain_kernel.Pl
     return found
 
 
-MAPS = ("ids_of_map", "weights_at_experts<i64>", "weights_at_experts<i32>")
-BUDGETS = ("count_entries<i64>", "keep_entries<i64>", "count_entries<i32>", "keep_entries<i32>")
+WORDS, OF_IDS = ("uint4", "u32", "u8"), ("weights_at_experts", "count_entries", "keep_entries")
 KERNELS = (
-    {f"padding, {word}": padding.kernel(word) for word in ("uint4", "u32", "u8")}
-    | {f"copy, {word}": used_rows.kernel(word) for word in ("uint4", "u32", "u8")}
-    | {f"tidy, {ids}, {word}": tidy.kernel(ids, word) for ids in ("i64", "i32") for word in ("uint4", "u32", "u8")}
-    | {f"gradients, {dtype}": combine_gradients.kernel(dtype) for dtype in DTYPES}
-    | {f"SwiGLU, {dtype}": swiglu.kernel(dtype) for dtype in DTYPES}
-    | {entry: routing_map.kernel(entry) for entry in MAPS}
-    | {entry: budgets.kernel(entry) for entry in BUDGETS}
-    | {"table of experts": expert_table.kernel(), "table of a placement": SET_PLACEMENT, "pause": PAUSE}
+    {f"padding, {word}": kernel("zero_padding", word) for word in WORDS}
+    | {f"copy, {word}": kernel("copy_rows", word) for word in WORDS}
+    | {f"tidy, {ids}, {word}": kernel("tidy", ids, word) for ids in ("i64", "i32") for word in WORDS}
+    | {f"gradients, {dtype}": kernel("combine_gradients", TYPES[dtype]) for dtype in DTYPES}
+    | {f"SwiGLU, {dtype}": kernel("swiglu_gradients", TYPES[dtype]) for dtype in DTYPES}
+    | {"ids_of_map": kernel("ids_of_map")}
+    | {f"{name}<{ids}>": kernel(name, ids) for name in OF_IDS for ids in ("i64", "i32")}
+    | {"table of experts": kernel("look_up_experts"), "table of a placement": SET_PLACEMENT, "pause": PAUSE}
     | {"copies of experts": COPY}
     | {
         f"choice of {'copies' if placed == REPLICATED else 'replicas'}, {counts[0]} ranks": choice(*counts, placed)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from moecomm.fused import tensor_maps
+from moecomm.gpu.structs import struct
 
 from . import plain_gemm
 from .machine import LIMIT, Launch
@@ -33,7 +34,7 @@ def encode(address: int, shape: Any, dtype: torch.dtype, box: Any, strides: Any 
     made = _Map(address=address, rank_and_size=rank | dtype.itemsize << 8)
     for field, values in ((made.dims, dims), (made.strides, steps), (made.box, boxes)):
         field[: len(values)] = values
-    return tensor_maps.TensorMap.from_buffer_copy(made)
+    return struct("TensorMap").from_buffer_copy(made)
 
 
 @lru_cache

@@ -23,7 +23,7 @@ from .machine import Machine
 from .test_casts_on_the_way import HIDDEN, check_rounds, values
 from .test_kernels import pytestmark as of_emulator
 from .test_mutants import LIMIT_S, NOT_COMPILED
-from .test_plain_kernels import ENDS, launcher
+from .test_plain_kernels import ENDS, launcher, on_gpu
 from .units import Units, scheduler
 
 pytestmark = [*of_emulator, pytest.mark.long]
@@ -122,7 +122,7 @@ def test_a_mutant_is_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> 
     for x in (*cases.cast_rows(torch.bfloat16, most=20), *cases.each_bf16(values)):
         for scale in cases.scales_of(name, "cpu"):
             wanted = formats.quantize(x, name, global_scale=scale)
-            made = quantize_rows.by_kernel(x, name, global_scale=scale)
+            made = quantize_rows.cast(on_gpu(x), name, global_scale=scale)
             try:
                 cases.check_cast(made, wanted)
             except AssertionError:

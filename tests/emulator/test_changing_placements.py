@@ -17,6 +17,7 @@ from moecomm import dispatch
 from moecomm.backends import between_rounds, host
 from moecomm.errors import Mismatch, MoecommError
 from moecomm.gpu import jit
+from moecomm.gpu.structs import struct
 from moecomm.testing import LocalBuffers, random_case
 from moecomm.testing.cases import random_placement
 from moecomm.testing.check import Wanted, dispatch_call
@@ -58,7 +59,7 @@ class Streams:
     def place(self, session: host.HostSession, words: Sequence[int]) -> None:
         """In place of HostSession.place(): in the stream, as on GPUs."""
         self._tables.append(table := array("I", words))
-        args = between_rounds.SetPlacementArgs(table.buffer_info()[0], session._placement, len(table))
+        args = struct("SetPlacementArgs")(table.buffer_info()[0], session._placement, len(table))
         threads = between_rounds.SET_PLACEMENT.threads
         self._of_rank[session.context.rank].append((self._kernel, bytes(args), 1, threads, 0, 0))
 

@@ -29,6 +29,16 @@ ENDS = torch.tensor([0, 1, 0x7F, 0x7F7F, 0x7F80, 0x7F81, 0x7FC0, 0x7FFF])  # bit
 SHARED = 64  # bytes of static shared memory, at most
 
 
+class _OnGpu(torch.Tensor):
+    is_cuda = True
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+def on_gpu(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor as one that says it is on a GPU; what is made of it does not."""
+    return tensor.as_subclass(_OnGpu)
+
+
 def launcher(scheduler: ctypes.CDLL, library: Callable[[str], ctypes.CDLL], launched: list[str]) -> Callable[..., None]:
     """Return what stands in for plain_kernel.launch_on: launches end before they return, and `launched` gets names."""
 
@@ -56,7 +66,7 @@ def test_padding(columns: tuple[torch.dtype, int]) -> None:
     for rows, told in cases.padded(*columns, most=60):
         wanted = rows.clone()
         padding.zero(wanted, **told)
-        padding._by_kernel(rows, **told)
+        padding.zero(on_gpu(rows), **told)
         assert torch.equal(rows.view(torch.uint8), wanted.view(torch.uint8))
 
 
@@ -65,22 +75,22 @@ def test_copies(columns: tuple[torch.dtype, int]) -> None:
     for rows, told in cases.used(*columns, most=60):
         wanted, got = torch.zeros_like(rows), torch.zeros_like(rows)
         used_rows.copy(wanted, rows, **told)
-        used_rows.by_kernel(got, rows, **told)
+        used_rows.copy(got, on_gpu(rows), **told)
         assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
 
 
 def test_maps() -> None:
     for chosen, probs, topk in cases.maps(most=20):
-        wanted, got = routing_map.ids_of(chosen, probs, topk), routing_map._ids_by_kernel(chosen, probs, topk)
+        wanted, got = (routing_map.ids_of(given, probs, topk) for given in (chosen, on_gpu(chosen)))
         cases.check_ids(got, wanted, chosen.shape[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_budgets(dtype: torch.dtype) -> None:
     for ids, table, rule in cases.budgeted(dtype, most=20):
-        counted, wanted = budgets.counted_by_kernel(ids, rule), budgets.counted(ids, rule)
+        counted, wanted = budgets.counted(on_gpu(ids), rule), budgets.counted(ids, rule)
         assert torch.equal(counted.rows, wanted.rows) and torch.equal(counted.to, wanted.to)
-        kept = budgets.kept_by_kernel(ids, table, rule, counted.parts)
+        kept = budgets.kept(ids, table, rule, counted.parts)
         for mine, other in zip(kept, budgets.kept(ids, table, rule), strict=True):
             assert mine.dtype == other.dtype and torch.equal(mine, other)
 
@@ -92,20 +102,20 @@ def test_budgets_of_later_calls_of_the_same_size() -> None:
         rule = budgets.Rule(rank, 2, 8, 1, budget)
         ids = torch.randint(-1, 8, (3, 20), generator=g).T  # with gaps
         table = torch.randint(0, 5, (2, rule.columns), generator=g, dtype=torch.int32)
-        counted = budgets.counted_by_kernel(ids, rule)
+        counted = budgets.counted(on_gpu(ids), rule)
         assert torch.equal(counted.rows, budgets.counted(ids, rule).rows)
-        kept = budgets.kept_by_kernel(ids, table, rule, counted.parts)
+        kept = budgets.kept(ids, table, rule, counted.parts)
         assert all(torch.equal(*pair) for pair in zip(kept, budgets.kept(ids, table, rule), strict=True))
         ids.untyped_storage().resize_(8)
         with pytest.raises(moecomm.BadInput, match="topk_idx"):
-            budgets.counted_by_kernel(ids, rule)
+            budgets.counted(on_gpu(ids), rule)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_tables(dtype: torch.dtype) -> None:
     for ids, table in cases.tables(dtype, most=20):
         absent, wanted = (torch.ones(1, dtype=torch.int64) for _ in range(2))
-        meant = expert_table.by_kernel(ids, table, absent)
+        meant = expert_table.looked_up(on_gpu(ids), table, absent)
         assert torch.equal(meant, expert_table.looked_up(ids, table, wanted))
         assert torch.equal(absent, wanted)
 
@@ -129,17 +139,17 @@ def test_copies_at_a_rate(machine: Machine) -> None:
 def test_weights(dtype: torch.dtype) -> None:
     for ids, weights, experts in cases.weighted(dtype, most=20):
         wanted = routing_map.weights_at(ids, weights, experts)
-        assert torch.equal(routing_map._weights_by_kernel(ids, weights, experts), wanted)
+        assert torch.equal(routing_map.weights_at(on_gpu(ids), weights, experts), wanted)
 
 
 @pytest.mark.parametrize("layout", ["flat", "expert", "batched"])
 def test_tidy(layout: str) -> None:
     for found in cases.found(layout, most=40):
-        told = padding.told(layout, found.src, found.tokens_per_expert, found.num_rows)
-        cases.check_about(tidy._by_kernel(found, told), tidy.tidied(layout, found))
+        there = found._replace(src=on_gpu(found.src))
+        cases.check_about(tidy.tidied(layout, there), tidy.tidied(layout, found))
         for rows in cases.rows_of(found):
             padded = rows.clone()
-            cases.check_about(tidy._by_kernel(found, told, padded), tidy.tidied(layout, found, rows))
+            cases.check_about(tidy.tidied(layout, there, padded), tidy.tidied(layout, found, rows))
             assert torch.equal(padded, rows)
 
 
@@ -147,14 +157,16 @@ def test_tidy(layout: str) -> None:
 def test_gradients(dtype: torch.dtype) -> None:
     for rows, weights, y in cases.gradients(dtype, most=20):
         wanted = combine_gradients.combine_gradients(rows, weights, y, dtype)
-        for mine, other in zip(combine_gradients.by_kernel(rows, weights, y), wanted, strict=True):
+        for mine, other in zip(
+            combine_gradients.combine_gradients.run(on_gpu(rows), weights, y, dtype), wanted, strict=True
+        ):
             assert torch.equal(mine, other)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_swiglu(dtype: torch.dtype) -> None:
     for both, grad, weights, width, end in cases.inside(dtype, most=20):
-        got = swiglu.by_kernel(both, grad, weights, width, end)
+        got = swiglu.gradients(on_gpu(both), grad, weights, width, end)
         cases.check_inside(got, swiglu.gradients(both, grad, weights, width, end), int(end))
 
 
@@ -164,7 +176,7 @@ def test_casts(name: str, dtype: torch.dtype) -> None:
     for x in cases.cast_rows(dtype, most=20):
         for scale in cases.scales_of(name, "cpu"):
             wanted = formats.quantize(x, name, global_scale=scale)
-            cases.check_cast(quantize_rows.by_kernel(x, name, global_scale=scale), wanted)
+            cases.check_cast(quantize_rows.cast(on_gpu(x), name, global_scale=scale), wanted)
 
 
 @pytest.mark.parametrize("name", quantize_rows.NAMES)
@@ -173,4 +185,4 @@ def test_casts_of_many_bf16(name: str) -> None:
     for x in cases.each_bf16(torch.cat((torch.arange(0, 1 << 16, 509), ENDS, ENDS + 0x8000))):
         scale = cases.scales_of(name, "cpu")[0]
         wanted = formats.quantize(x, name, global_scale=scale)
-        cases.check_cast(quantize_rows.by_kernel(x, name, global_scale=scale), wanted)
+        cases.check_cast(quantize_rows.cast(on_gpu(x), name, global_scale=scale), wanted)

@@ -12,7 +12,8 @@ from moecomm.errors import BadInput, Unsupported
 from moecomm.fused import FP8_SCHEDULES, SCHEDULES, deinterleave, gemm, grouped_gemm, interleave, tensor_maps
 from moecomm.fused.gemm import split_map
 from moecomm.fused.operands import Operands
-from moecomm.fused.tensor_maps import TensorMap, parameters
+from moecomm.fused.tensor_maps import parameters
+from moecomm.gpu.structs import struct
 
 EXPERTS, N, K = 3, 32, 24
 
@@ -84,7 +85,7 @@ def test_what_a_launch_is_told_is_worked_out_once(monkeypatch: pytest.MonkeyPatc
 
     def encode(*about: Any) -> Any:
         asked.append(about)
-        return TensorMap()
+        return struct("TensorMap")()
 
     monkeypatch.setattr(tensor_maps, "encode", encode)
     x, w = inputs(rows=EXPERTS * 8)
@@ -105,7 +106,7 @@ def test_what_a_launch_is_told_is_worked_out_once(monkeypatch: pytest.MonkeyPatc
 
 
 def test_scales_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_maps, "encode", lambda *about: TensorMap())
+    monkeypatch.setattr(tensor_maps, "encode", lambda *about: struct("TensorMap")())
     x, w = (t.to(torch.float8_e4m3fn) for t in inputs())
     scales, others, made = torch.ones(40, 3), torch.ones(EXPERTS, 1, 1), torch.ones(40, 1)
     given = Operands(x, w, torch.zeros(EXPERTS, dtype=torch.int32), scales, others)

@@ -14,9 +14,10 @@ import torch
 
 from moecomm import Buffer, _native, tuning
 from moecomm.backends.host import HostSession
-from moecomm.fused import gemm, kernels, layer, pipeline, structs
+from moecomm.fused import gemm, kernels, layer, pipeline
 from moecomm.fused.operands import Operands
 from moecomm.gpu import plain_kernel
+from moecomm.gpu.structs import struct
 
 HIDDEN, INNER, EXPERTS, TOPK, TOKENS = 256, 64, 8, 4, 32
 
@@ -37,7 +38,7 @@ class Gpu:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.launched: list[type] = []  # types of arguments
         self.entered = 0
-        gemm_args = structs.GemmArgs()
+        gemm_args = struct("GemmArgs")()
         for where, name, what in (
             (layer, "_why_unfused", lambda *about: ""),
             (layer, "apply_experts", experts_of_a_gpu),
@@ -91,7 +92,8 @@ def layers() -> Iterator[tuple[Gpu, Callable[[bool], Any]]]:
 def test_a_layer_launches_on_the_device_of_its_rank(layers: tuple[Gpu, Callable[[bool], Any]]) -> None:
     gpu, call = layers
     call(True)
-    assert gpu.launched == [structs.LayerArgs, _native.DispatchArgs, structs.ExpertLayerArgs, structs.LayerArgs]
+    layer_args, experts_args = struct("LayerArgs"), struct("ExpertLayerArgs")
+    assert gpu.launched == [layer_args, _native.DispatchArgs, experts_args, layer_args]
     assert gpu.entered == 3, "the session puts its own rounds there"
 
 

@@ -16,7 +16,7 @@ from moecomm.fused import FP8_SCHEDULES, MXFP4_SCHEDULES, SCHEDULES, Schedule, c
 from moecomm.fused.compute import layer_kernel
 from moecomm.fused.kernels import Epilogue, gemm_kernel
 from moecomm.fused.schedules import mxfp4_schedule, schedule_of, schedule_of_both
-from moecomm.fused.structs import GemmArgs
+from moecomm.gpu.structs import struct
 from moecomm.tuning import Table
 from moecomm.tuning.gemms import HEIGHTS, Rule
 
@@ -260,7 +260,7 @@ def test_a_block_fits_a_multiprocessor(dtype: torch.dtype, schedule: Schedule) -
     assert gemm_kernel(dtype, True, False, schedule).shared_bytes < one.shared_bytes <= 227 * 1024
     boxes = [
         schedule.row_unit // schedule.cluster << i
-        for i in range(len(GemmArgs().x))
+        for i in range(len(struct("GemmArgs")().x))
         if schedule.row_unit << i <= schedule.most_rows
     ]
     assert sum(boxes) * schedule.cluster >= schedule.most_rows  # any height is a sum of some of them

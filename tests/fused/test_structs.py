@@ -3,53 +3,28 @@
 from __future__ import annotations
 
 import ctypes
-import inspect
 import re
 
 import pytest
 
 from moecomm import _native
-from moecomm.backends import between_rounds
 from moecomm.base.protocol import DESCRIPTOR_BYTES
-from moecomm.fused import copies, structs
-from moecomm.gpu import budgets, expert_table, loader, padding, plain_kernel, quantize_rows, routing_map, used_rows
-from moecomm.ops import combine_gradients, swiglu, tidy
-from moecomm.overlap import kernels
-from moecomm.window import gpu_calls, pace
+from moecomm.gpu import loader, plain_kernel
+from moecomm.gpu.structs import struct
 
 TABLE = _native.structs()
 
 
 def test_every_struct_is_laid_out_as_the_native_module_says() -> None:
-    found = {
-        name: one for name, one in inspect.getmembers(structs, inspect.isclass) if one.__module__ == structs.__name__
-    }
-    found |= {
-        "PaddingArgs": padding.Args,
-        "CopyRowsArgs": used_rows._Args,
-        "MapArgs": routing_map._Args,
-        "BudgetArgs": budgets._Args,
-        "ExpertTableArgs": expert_table._Args,
-        "QuantizeArgs": quantize_rows._Args,
-        "TidyArgs": tidy._Args,
-    }
-    found |= {
-        "SwigluArgs": swiglu._Args,
-        "GradientArgs": combine_gradients._Args,
-        "LeaveArgs": between_rounds.LeaveArgs,
-    }
-    found |= {"QuiesceArgs": between_rounds.QuiesceArgs, "SetPlacementArgs": between_rounds.SetPlacementArgs}
-    found |= {"Window": gpu_calls.WindowStruct, "WindowCallArgs": gpu_calls.CallArgs, "PauseArgs": pace.PauseArgs}
-    found |= {"CopyArgs": copies.CopyArgs}
-    of_operators = inspect.getmembers(kernels, inspect.isclass)
-    found |= {name: one for name, one in of_operators if one.__module__ == kernels.__name__}
-    assert set(found) == set(TABLE)
     for name, (size, fields) in TABLE.items():
-        assert ctypes.sizeof(found[name]) == size
+        made = struct(name)
+        assert ctypes.sizeof(made) == size
         for field, _, offset, nbytes, _ in fields:
-            placed = getattr(found[name], field)
+            placed = getattr(made, field)
             assert (placed.offset, placed.size) == (offset, nbytes), (name, field)
-    assert structs.LayerArgs.x.offset == _native.Context().nbytes
+        with pytest.raises(AttributeError, match="another_field"):
+            made(another_field=1)
+    assert struct("LayerArgs").x.offset == _native.Context().nbytes  # type: ignore[attr-defined]
 
 
 def test_kernels_lay_them_out_so_too() -> None:

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from moecomm.fused.reference import groups_of
-from moecomm.fused.structs import Grouping
+from moecomm.gpu.structs import struct
 
 ROOT = Path(__file__).parents[2]
 ROOM = 1 << 14
+Grouping = struct("Grouping")
 
 
 class Tile(NamedTuple):
@@ -30,7 +31,7 @@ class Tile(NamedTuple):
     nth: int
 
 
-Walk = Callable[[Grouping, list[int], int, int], list[Tile]]
+Walk = Callable[[ctypes.Structure, list[int], int, int], list[Tile]]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 @pytest.fixture(scope="module")
 def walk(library: ctypes.CDLL) -> Walk:
-    def tiles(grouping: Grouping, counts: list[int], walker: int, walkers: int) -> list[Tile]:
+    def tiles(grouping: ctypes.Structure, counts: list[int], walker: int, walkers: int) -> list[Tile]:
         room = (ctypes.c_int32 * (7 * ROOM))()
         found = library.tiles_of(
             ctypes.byref(grouping), (ctypes.c_int32 * len(counts))(*counts), walker, walkers, room, ROOM
@@ -55,7 +56,7 @@ def walk(library: ctypes.CDLL) -> Walk:
     return tiles
 
 
-def drawn(rng: random.Random) -> tuple[Grouping, list[int]]:
+def drawn(rng: random.Random) -> tuple[ctypes.Structure, list[int]]:
     groups, unit = rng.randint(1, 12), rng.choice((16, 32))
     counts = [rng.choice((0, 1, rng.randint(0, 40), rng.randint(0, 900), -3)) for _ in range(groups)]
     alignment, group_rows = rng.choice((1, 8, 128)), rng.choice((0, 0, 64, 500))
@@ -107,7 +108,7 @@ def test_row_tiles_of_a_band_are_innermost_and_groups_follow_each_other(walk: Wa
     assert [tile.group for tile in tiles] == [0] * 9 + [1] * 12
 
 
-def drawn_pair(rng: random.Random) -> tuple[Grouping, Grouping, list[int]]:
+def drawn_pair(rng: random.Random) -> tuple[ctypes.Structure, ctypes.Structure, list[int]]:
     """Groupings of two products of the same rows."""
     first, counts = drawn(rng)
     second = Grouping.from_buffer_copy(first)
@@ -115,7 +116,7 @@ def drawn_pair(rng: random.Random) -> tuple[Grouping, Grouping, list[int]]:
     return first, second, counts
 
 
-def pairs(first: Grouping, second: Grouping, counts: list[int]) -> tuple[Any, ...]:
+def pairs(first: ctypes.Structure, second: ctypes.Structure, counts: list[int]) -> tuple[Any, ...]:
     return ctypes.byref(first), ctypes.byref(second), (ctypes.c_int32 * len(counts))(*counts)
 
 

@@ -15,8 +15,9 @@ from unittest.mock import patch
 import torch
 
 import moecomm
-from moecomm.fused import FP8_SCHEDULES, SCHEDULES, structs, tensor_maps
+from moecomm.fused import FP8_SCHEDULES, SCHEDULES, tensor_maps
 from moecomm.gpu.plain_kernel import PlainKernel, compile  # noqa: A004
+from moecomm.gpu.structs import struct
 from moecomm.overlap.gpu import SUMMED, GpuExecutor
 from moecomm.window.gpu_calls import kernel
 from moecomm_bench import operator_cases
@@ -34,7 +35,7 @@ def kernels(ranks: int, units: int = 132, every: bool = False) -> Iterator[Plain
         executor = GpuExecutor(windows[0])
         executor._units = units
         with (
-            patch.object(tensor_maps, "encode", lambda *_: structs.TensorMap()),
+            patch.object(tensor_maps, "encode", lambda *_: struct("TensorMap")()),
             patch.object(executor, "_launch", lambda kernel, blocks, args: found.append(kernel)),
         ):
             for case in (*cases(ranks), *exact_cases(ranks)):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moecomm import _native
-from moecomm.gpu import cuda_driver, padding, plain_kernel
+from moecomm.gpu import cuda_driver, plain_kernel, row_pass
 
 
 @pytest.mark.parametrize(("context", "current"), [(77, 1), (0, 1), (77, 0)])
@@ -32,6 +32,6 @@ def test_a_launch_is_on_the_device_it_is_for(monkeypatch: pytest.MonkeyPatch, co
     monkeypatch.setattr(_native, "current_stream", lambda index: 10 + index)
     monkeypatch.setattr(_native, "cuda_launch_packed", lambda *launch: done.append(launch))
     args = ctypes.c_uint64(5)
-    plain_kernel.launch_on(torch.device("cuda", 1), padding.kernel("u8"), 3, args)  # type: ignore[arg-type]
+    plain_kernel.launch_on(torch.device("cuda", 1), row_pass.kernel("zero_padding", "u8"), 3, args)  # type: ignore[arg-type]
     assert done == [*(["bind 1"] if context == 0 else []), (1001, 3, 256, 0, 11, args, False)]
     assert device == [current]

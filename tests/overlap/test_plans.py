@@ -15,8 +15,8 @@ import torch
 import moecomm
 from moecomm import _native, overlap
 from moecomm.fused import tensor_maps
-from moecomm.fused.structs import TensorMap
 from moecomm.gpu import plain_kernel
+from moecomm.gpu.structs import struct
 from moecomm.overlap import plans
 from moecomm.overlap import workspace as workspaces
 from moecomm.overlap.executors import GpuExecutors
@@ -207,7 +207,7 @@ def test_plans_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_repeated_call_is_short_on_gpus(operator: str, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run executors of GPUs over Windows of CPU ranks, and launch nothing.  A barrier of GPUs makes one call more."""
     monkeypatch.setattr(workspaces, "HostExecutors", lambda window, numbers: GpuExecutors(window, 1 << 25, numbers))
-    monkeypatch.setattr(tensor_maps, "encode", lru_cache(lambda *about: TensorMap()))
+    monkeypatch.setattr(tensor_maps, "encode", lru_cache(lambda *about: struct("TensorMap")()))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     for name, value in (("cuda_context", 1), ("current_stream", 7), ("cuda_launch_packed", None)):
         monkeypatch.setattr(_native, name, lambda *given, value=value: value)
