@@ -215,7 +215,7 @@ def _parts(operand: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
 def _key_of(x: Any, w: Any, counts: Any, bias: Any, out: Any, words: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Return by what a call of grouped_gemm is known; None for arguments that have to be looked at one by one."""
     parts = [part for operand in (x, w, out) for part in (operand if isinstance(operand, tuple) else (operand, None))]
-    if len(parts) != 6 or any(type(word) is bool for word in (words[0], words[-2])):
+    if len(parts) != 6:
         return None
     tensors = _native.tensor_words((*parts, counts, bias))
     return None if tensors is None else (tensors, type(w), *words)

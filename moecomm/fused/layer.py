@@ -296,11 +296,9 @@ def _is_plain(rounds: Rounds, options: Options, form: _Form, experts: _Experts) 
 
 def _key(rounds: Rounds, request: Request, x: Any, bias: Any, experts: _Experts) -> tuple[Any, ...] | None:
     """Return all that _checked() looks at; None: it has to."""
-    if bool in map(type, (request.options.max_rows, request.options.num_sms)):  # True equals 1, and is no number
-        return None
     here = _native.tensor_words((*_parts(experts[0]), *_parts(experts[1]), *experts[2:]))
     anywhere = _native.tensor_words((x, bias), False)
-    return None if here is None or anywhere is None else (here, anywhere, request)
+    return None if here is None or anywhere is None else (here, anywhere, *request.options, *request[1:])
 
 
 def _parts(weights: Any) -> tuple[Any, ...]:

@@ -45,6 +45,7 @@ from moecomm.base.choices import (
     dtype_of_wire,
     is_unsummed,
 )
+from moecomm.base.known import checked_once
 from moecomm.base.validation import (
     are_plain,
     check_flag,
@@ -67,7 +68,6 @@ from moecomm.ops import layer as whole_layer
 from moecomm.ops.chunks import ChunkedHandle
 from moecomm.ops.counted import counted
 from moecomm.ops.handles import Handle, deep_copied
-from moecomm.ops.operator import checked_once
 from moecomm.rounds import names
 from moecomm.rounds.rounds import Rounds
 from moecomm.rounds.signature import LAYERS

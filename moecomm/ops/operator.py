@@ -7,7 +7,6 @@ forward-mode AD, tensor subclasses and the profiler need the dispatcher, and get
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, cast
@@ -93,18 +92,3 @@ def operator(
         return Operator(name, run)
 
     return decorate
-
-
-def checked_once(check: Callable[..., _Result], *words: Any) -> _Result:
-    """Return `check(*words)`, which looks at words and numbers alone; from memory if it has passed before."""
-    if torch.compiler.is_compiling():
-        return check(*words)
-    try:
-        return cast("_Result", _checked(check, *words))
-    except TypeError:  # not hashable: the check says which argument
-        return check(*words)
-
-
-@functools.lru_cache(maxsize=1024, typed=True)
-def _checked(check: Callable[..., object], *words: Any) -> object:
-    return check(*words)
