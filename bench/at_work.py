@@ -40,9 +40,9 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from moecomm import Buffer
-from moecomm.fused import Fp8, compute, pipeline, quantize_weights
-from moecomm.fused.fp8_experts import apply_fp8_experts
-from moecomm.fused.layer import apply_experts
+from moecomm.fused import compute, pipeline, quantize_weights
+from moecomm.fused.experts import apply_experts
+from moecomm.fused.formats import format_of
 from moecomm.gpu import plain_kernel
 from moecomm.ranks.settings import Settings
 from moecomm.router import MODELS, Model, random_routing
@@ -106,11 +106,9 @@ class Layers:
         arrived = self.meet(sync=True, quantize="fp8" if fp8 else None)
         about: dict[str, Any] = {"expected_rows": len(arrived.x) // local}
         counts = arrived.tokens_per_expert.clone()
-        if arrived.scales is not None:
-            rows = Fp8(arrived.x.clone(), arrived.scales.clone())
-            self.gemms: Call = partial(apply_fp8_experts, rows, wide, narrow, counts, BF16, **about)
-        else:
-            self.gemms = partial(apply_experts, arrived.x.clone(), wide, narrow, counts, **about)
+        about |= {"scales": None if arrived.scales is None else arrived.scales.clone(), "dtype": BF16}
+        rows = arrived.x.clone()
+        self.gemms: Call = partial(apply_experts, format_of(narrow), rows, wide, narrow, counts, **about)
         self.layer = partial(self.buffer.moe, x, topk_idx, topk_weights, wide, narrow, max_rows=room)
         self.chain = max(2, min(20, 16384 // tokens))
 

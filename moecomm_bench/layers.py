@@ -14,10 +14,8 @@ import torch.distributed as dist
 from moecomm.base.choices import Quantize
 from moecomm.buffer import Buffer
 from moecomm.fused import Fp8, Mxfp4, kernels, quantize_channels, quantize_rows, quantize_weights
-from moecomm.fused.activations import SWIGLU
-from moecomm.fused.channel_experts import apply_channel_experts
-from moecomm.fused.fp8_experts import apply_fp8_experts
-from moecomm.fused.layer import apply_experts, apply_fp4_experts
+from moecomm.fused.experts import apply_experts
+from moecomm.fused.formats import format_of
 from moecomm.gpu.quantize_rows import cast
 from moecomm.ranks.settings import Settings
 from moecomm.router import Model, random_routing
@@ -239,9 +237,8 @@ class Layers:
         calls = []
         for one in self._arrived():
             rows, expected = quantize_rows(one.rows, dtype), max(1, len(one.rows) // len(w2.data))
-            how: dict[str, Any] = {"interleaved": False, "expected_rows": expected, "activation": SWIGLU}
-            how["biases"] = None, None
-            calls.append(partial(apply_channel_experts, rows, w13, w2, one.counts, torch.bfloat16, **how))
+            how: dict[str, Any] = {"scales": rows.scales, "dtype": torch.bfloat16, "expected_rows": expected}
+            calls.append(partial(apply_experts, format_of(w2), rows.data, w13, w2, one.counts, **how))
         return calls
 
     def _routing(self, index: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
@@ -289,13 +286,9 @@ def _named(dtype: str, variant: str) -> str:
 
 def _gemms(one: LayerRows, w13: Any, w2: Any) -> Call:
     """Return our two GEMMs on the rows of one input, in the dtype of the weights."""
-    experts = len(w2.data if isinstance(w2, (Fp8, Mxfp4)) else w2)
-    about: dict[str, Any] = {"expected_rows": max(1, len(one.rows) // experts)}
-    if isinstance(w2, Mxfp4):
-        return partial(apply_fp4_experts, one.rows, w13, w2, tokens_per_expert=one.counts, **about)
-    if one.scales is None:
-        return partial(apply_experts, one.rows, w13, w2, tokens_per_expert=one.counts, **about)
-    return partial(apply_fp8_experts, Fp8(one.rows, one.scales), w13, w2, one.counts, torch.bfloat16, **about)
+    how: dict[str, Any] = {"scales": one.scales, "dtype": torch.bfloat16}
+    how["expected_rows"] = max(1, len(one.rows) // len(one.counts))
+    return partial(apply_experts, format_of(w2), one.rows, w13, w2, one.counts, **how)
 
 
 def in_mxfp4(w: torch.Tensor) -> Mxfp4:

@@ -12,7 +12,8 @@ import torch
 
 import moecomm
 from moecomm.errors import BadInput, Closed
-from moecomm.fused import interleave, layer, quantize_weights
+from moecomm.fused import experts, interleave, layer, quantize_weights, weight_format
+from moecomm.fused.weight_format import PLAIN
 from moecomm.testing import LayerCase, LocalBuffers, random_layer
 from moecomm.testing.layers import expected
 from moecomm.testing.prepare import prepare_combine, prepare_moe
@@ -243,23 +244,23 @@ def _error(call: Callable[[], Any]) -> BaseException | None:
 
 def test_what_ours_lacks_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Where there is no Hopper: torch's grouped GEMM, whose values a CPU's torch has as well, and one warning."""
-    layer.ours_lacks.cache_clear()
+    weight_format.ours_lacks.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0) if device == 0 else (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a newer GPU")
-    assert "a newer GPU" in layer.ours_lacks(0, torch.bfloat16, 4, 64, 64)
-    assert layer.ours_lacks(1, torch.bfloat16, 4, 64, 64) == ""
+    assert "a newer GPU" in weight_format.ours_lacks(0, torch.bfloat16, 4, 64, 64)
+    assert weight_format.ours_lacks(1, torch.bfloat16, 4, 64, 64) == ""
     for other in ((torch.float32, 4, 64, 64), (torch.bfloat16, 513, 64, 64), (torch.bfloat16, 4, 64, 60)):
-        assert layer.ours_lacks(1, *other) != ""
+        assert weight_format.ours_lacks(1, *other) != ""
     for _ in range(3):
-        layer._say_once("why: %s", "a newer GPU, only here")
+        experts.say_once("why: %s", "a newer GPU, only here")
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    layer.ours_lacks.cache_clear()
+    weight_format.ours_lacks.cache_clear()
     case = random_layer(3, **PAIR | {"ranks": 1}, dtype=torch.bfloat16)
     call, counts = case.call(0), torch.tensor([9, 0, 20, 3], dtype=torch.int32)
     x = torch.randn(40, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
     w13 = case.w13
-    got = layer._by_torch(x, w13, call["w2"], counts)[:32]
-    want = layer.apply_experts(x, w13, call["w2"], counts)[:32]
+    got = experts.apply_experts(PLAIN, x, w13, call["w2"], counts, lacks="it is asked for")[:32]
+    want = experts.apply_experts(PLAIN, x, w13, call["w2"], counts)[:32]
     torch.testing.assert_close(got, want, rtol=2**-6, atol=2**-6)
 
 
@@ -282,9 +283,9 @@ def test_a_fused_layer_over_domains_runs_unfused(
         found.append(real(rounds, OnGpu(), *rest))  # type: ignore[arg-type]
         return found[-1] or "there is no GPU after all"
 
-    layer._say_once.cache_clear()
+    experts.say_once.cache_clear()
     monkeypatch.setattr(layer, "_why_unfused", why)
-    monkeypatch.setattr(layer, "ours_lacks", lambda *about: "")
+    monkeypatch.setattr(weight_format, "ours_lacks", lambda *about: "")
     sizes = SIZES[3] | {"max_tokens": 9}
     case = random_layer(5, **sizes, dtype=torch.bfloat16)
     case.wire = None
@@ -309,8 +310,9 @@ def test_torch_multiplies_experts_of_any_width(intermediate: int, dtype: torch.d
     g = torch.Generator().manual_seed(1)
     x, w13, w2 = (torch.randn(s, generator=g) for s in ((29, 32), (3, 2 * intermediate, 32), (3, 32, intermediate)))
     counts = torch.tensor([9, 0, 20], dtype=torch.int32)
-    given = x.to(dtype), w13.to(dtype) / 6, w2.to(dtype) / 6, counts
-    torch.testing.assert_close(layer._by_torch(*given), layer.apply_experts(*given), rtol=2**-5, atol=2**-5)
+    x, *given = x.to(dtype), w13.to(dtype) / 6, w2.to(dtype) / 6, counts
+    got = experts.apply_experts(PLAIN, x, *given, lacks="it is asked for")
+    torch.testing.assert_close(got, experts.apply_experts(PLAIN, x, *given), rtol=2**-5, atol=2**-5)
 
 
 def test_what_the_dispatch_left_behind_keeps_no_rank_from_the_combine(monkeypatch: pytest.MonkeyPatch) -> None:

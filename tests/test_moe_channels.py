@@ -14,12 +14,12 @@ from moecomm.fused import (
     Fp8,
     Int8,
     grouped_gemm,
-    layer,
     quantize_channels,
     quantize_rows,
     quantize_weights,
 )
-from moecomm.fused.channel_experts import _by_torch
+from moecomm.fused.channels import CHANNELS
+from moecomm.fused.experts import multiply_by_torch, say_once
 from moecomm.fused.kernels import FP8
 from moecomm.testing import LayerCase, LocalBuffers, random_layer
 
@@ -129,7 +129,7 @@ def test_torch_computes_what_the_reference_does() -> None:
         x = torch.randn(40, 144, generator=torch.Generator().manual_seed(0)).bfloat16()
         rows, counts = quantize_rows(x, kind), torch.tensor([3, 0, 9, 4, 0, 0, 20, 4], dtype=torch.int32)
         bias = torch.rand(8, 96)
-        got = _by_torch(rows, call["w13"], counts, torch.bfloat16, False, case.activation, bias)
+        got = multiply_by_torch(rows, call["w13"], counts, torch.bfloat16, False, case.activation, bias)
         about = {"activation": case.activation.name, "bias": bias, "interleaved": False}
         if case.activation.name == "swigluoai":
             about["activation_limit"] = case.activation.limit
@@ -138,16 +138,16 @@ def test_torch_computes_what_the_reference_does() -> None:
 
 
 def test_what_is_not_fused_is_said_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer._say_once.cache_clear()
+    say_once.cache_clear()
     case = random_layer(3, **ALONE, dtype=torch.bfloat16)
     call = call_of(case, 0, FP8)
-    monkeypatch.setattr(layer, "lacks_kernel", lambda *about: "this test says so")
+    monkeypatch.setattr(type(CHANNELS), "lacks_kernel", lambda *about: "this test says so")
     with opened(ALONE) as ranks:
         for _ in range(2):
             ranks.moe([call | {"fused": True}])
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2 and "this test says so" in said[0] and "runs unfused" in said[1]
-    layer._say_once.cache_clear()
+    say_once.cache_clear()
 
 
 @pytest.mark.parametrize("other", ["blocks", "INT8", "bf16"])

@@ -10,7 +10,7 @@ import torch
 
 from moecomm.dispatch.reference import quantize
 from moecomm.errors import BadInput, Unsupported
-from moecomm.fused import Fp8, grouped_gemm, interleave, layer, quantize_weights
+from moecomm.fused import Fp8, experts, grouped_gemm, interleave, quantize_weights
 from moecomm.testing import LocalBuffers, random_layer
 from moecomm.testing.layers import expected
 
@@ -78,7 +78,7 @@ def test_the_method_has_the_bits_of_its_parts(interleaved: bool) -> None:
 
 
 def test_on_cpus_rows_travel_before_and_after_the_experts(caplog: pytest.LogCaptureFixture) -> None:
-    layer._say_once.cache_clear()
+    experts.say_once.cache_clear()
     case = random_layer(3, **PAIR, dtype=torch.bfloat16, fp8=True)
     with opened(PAIR) as ranks:
         calls = [case.call(rank) for rank in range(2)]

@@ -10,7 +10,7 @@ import torch
 from moecomm import ops
 from moecomm.errors import BadInput, Unsupported
 from moecomm.fused import Fp8, Mxfp4
-from moecomm.fused.quantized import dequantize
+from moecomm.fused.fp4 import dequantize
 from moecomm.testing import LocalBuffers, random_layer
 
 SIZES: dict[str, Any] = {

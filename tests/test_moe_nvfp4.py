@@ -10,7 +10,7 @@ import torch
 from moecomm import ops
 from moecomm.errors import BadInput, Unsupported
 from moecomm.fused import Nvfp4
-from moecomm.fused.quantized import dequantize
+from moecomm.fused.fp4 import dequantize
 from moecomm.testing import LocalBuffers, random_layer
 
 SIZES: dict[str, Any] = {"ranks": 2, "hidden": 80, "num_experts": 4, "topk": 2, "max_tokens": 33}

@@ -1,8 +1,9 @@
 """Expert layers: layer.py is Buffer.moe, pipeline.py its steps; the grouped GEMM, its weights and its schedules."""
 
+from moecomm.fused.channels import Int8, quantize_channels, quantize_rows
+from moecomm.fused.fp4 import Mxfp4, Nvfp4
 from moecomm.fused.fp8 import Fp8, quantize_weights
 from moecomm.fused.gemm import grouped_gemm
-from moecomm.fused.quantized import Int8, Mxfp4, Nvfp4, quantize_channels, quantize_rows
 from moecomm.fused.schedules import FP8_SCHEDULES, MXFP4_SCHEDULES, SCHEDULES, Schedule, choose, choose_fp8
 from moecomm.fused.weights import deinterleave, interleave
 

@@ -1,16 +1,21 @@
-"""FP8 operands of grouped GEMMs (e4m3 values with float32 scales), and the cast of weights."""
+"""FP8 weights and rows: e4m3 values with float32 scales of 128 columns, and of weights also 128 rows."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-from moecomm.base.arrays import as_tensor
+from moecomm.base.arrays import as_tensor, check_tensor
+from moecomm.base.choices import Quantize
 from moecomm.base.protocol import DTYPES
 from moecomm.base.validation import check_dense
 from moecomm.dispatch.reference import E4M3_MAX, GROUP
-from moecomm.errors import BadInput
+from moecomm.errors import BadInput, Unsupported
+from moecomm.fused import kernels
+from moecomm.fused.weight_format import WeightFormat, check_begin, check_shapes, not_hopper
+from moecomm.rounds.rounds import Rounds
 
 
 class Fp8(NamedTuple):
@@ -37,6 +42,45 @@ def as_operand(argument: str, given: Any) -> torch.Tensor | Fp8:
     if len(given) != 2:
         raise BadInput(argument, f"a tuple of {len(given)}", "an array, or a pair of e4m3 values and their scales")
     return Fp8(*(as_tensor(argument, tensor)[0] for tensor in given))
+
+
+class _Blocks(WeightFormat):
+    kind, values = Fp8, kernels.FP8
+    quantize: Quantize | None = "fp8"
+    product = kernels.FP8
+    travels: Mapping[torch.dtype, str] = {kernels.FP8: "fp8"}
+
+    def check(self, rounds: Rounds, w13: Any, w2: Any, interleaved: bool) -> tuple[Any, Any]:
+        if not isinstance(w13, Fp8) or not isinstance(w2, Fp8):
+            argument = "w13" if isinstance(w2, Fp8) else "w2"
+            raise BadInput(argument, "no pair of e4m3 weights and scales", "one, as the other weights are")
+        intermediate = check_shapes(rounds, w13, w2, (kernels.FP8,))
+        for argument, w in (("w13", w13), ("w2", w2)):
+            wanted = (len(w.data), -(-w.data.shape[1] // GROUP), -(-w.data.shape[2] // GROUP))
+            check_tensor(argument, w.scales, device=rounds.device, dtypes=(torch.float32,), shape=wanted)
+            check_begin(argument, w.data, w.scales)
+        if why := _lacks(rounds, rounds.settings.local_experts(), rounds.hidden, intermediate, interleaved):
+            raise Unsupported(f"experts with weights in FP8: {why}")
+        return w13, w2
+
+    def lacks_kernel(self, x: torch.Tensor, w2: Any) -> str:
+        return ""  # check() has refused such weights
+
+
+BLOCKS = _Blocks()
+
+
+def _lacks(rounds: Rounds, local: int, hidden: int, intermediate: int, interleaved: bool) -> str:
+    """Return why grouped_gemm cannot compute such experts on this device; empty if it can."""
+    if rounds.dtype not in kernels.TYPES:
+        return f"the Buffer's {rounds.dtype} is neither bfloat16 nor float16"
+    if hidden % 16:
+        return f"H = {hidden} is no multiple of 16"
+    if intermediate == 0 or kernels.unfit(2 * intermediate, hidden, True, True, interleaved) or intermediate % 16:
+        return f"I = {intermediate} is no multiple of {16 if interleaved else 32}"
+    if local > kernels.MOST_GROUPS:
+        return f"a rank has {local} experts, more than {kernels.MOST_GROUPS}"
+    return not_hopper(rounds.device.index) if rounds.device.type == "cuda" else ""
 
 
 def quantize_weights(w: torch.Tensor) -> Fp8:

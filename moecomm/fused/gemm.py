@@ -17,10 +17,12 @@ from moecomm.base.validation import check_integer
 from moecomm.errors import Unsupported
 from moecomm.fused import kernels, reference, schedules, tensor_maps
 from moecomm.fused.activations import SWIGLU, GatedActivation, check_activation
+from moecomm.fused.formats import format_of
+from moecomm.fused.fp4 import NVFP4, Fp4
 from moecomm.fused.fp8 import Fp8, Operand
 from moecomm.fused.operands import Operands, check_counts, check_operands, result
-from moecomm.fused.quantized import Fp4, Mxfp4, Nvfp4, check_fp4_values, dequantize
 from moecomm.fused.schedules import BAND, FP8_BAND, Schedule, block_columns
+from moecomm.fused.weight_format import PLAIN, parts
 from moecomm.fused.weights import GRANULARITY
 from moecomm.gpu import cuda_driver
 from moecomm.gpu.plain_kernel import enqueue
@@ -144,10 +146,10 @@ def grouped_gemm(
     key = _key_of(x, w, tokens_per_expert, bias, out, (*options, expected_rows, schedule))
     if key is not None and (known := _known.get(key)) is not None:
         return known.run(x, w, tokens_per_expert, bias, out)
-    if isinstance(w, Nvfp4):  # no kernel reads it
-        check_fp4_values("w", w)
-        w = dequantize(w)
-    given = check_operands(x, w, tokens_per_expert, alignment, activation, interleaved, bias)
+    if (of := format_of(w)) is NVFP4:  # no kernel reads it
+        of.check_parts("w", w)
+        of, w = PLAIN, of.widen(w)
+    given = check_operands(x, w, of, tokens_per_expert, alignment, activation, interleaved, bias)
     gated = None if activation is None else check_activation(activation, activation_limit, activation_alpha)
     if expected_rows is not None:
         check_integer("expected_rows", expected_rows, 0)
@@ -162,14 +164,14 @@ def grouped_gemm(
         how: dict[str, Any] = {"alignment": alignment, "activation": gated, "interleaved": interleaved, "bias": bias}
         if given.by_channel and given.x_scales is not None and given.w_scales is not None:  # of the usual shapes
             x, w = (given.x, given.x_scales), (given.w, given.w_scales)
-        elif isinstance(w, Mxfp4):
-            w = dequantize(w)
+        elif of.packed > 1:
+            w = of.widen(w)
         reference.grouped_gemm(x, w, tokens_per_expert, **how, out=returned)
         return returned
     _want_hopper(product.device.index)
     rows = given.x.shape[:-1].numel() // len(given.w) if expected_rows is None else expected_rows
     multiply(given, gated, interleaved, product, scales, rows, alignment, schedule)
-    if key is not None and given.w_scales is _parts(w)[1] and given.x_scales is _parts(x)[1]:
+    if key is not None and given.w_scales is parts(w)[1] and given.x_scales is parts(x)[1]:
         made = None if scales is None else (scales.shape, scales.dtype)
         _known.add(key, _Checked(gated, interleaved, rows, alignment, schedule, (product.shape, product.dtype), made))
     return returned
@@ -190,26 +192,21 @@ class _Checked(NamedTuple):
         self, x: Operand, w: Operand | Fp4, counts: torch.Tensor, bias: torch.Tensor | None, out: Operand | None
     ) -> torch.Tensor | Fp8:
         """Multiply tensors that look as those did."""
-        (x, x_scales), (w, w_scales) = _parts(x), _parts(w)
+        (rows, x_scales), (matrices, w_scales) = parts(x), parts(w)
         if out is None:
-            product = torch.empty(self.product[0], dtype=self.product[1], device=x.device)
+            product = torch.empty(self.product[0], dtype=self.product[1], device=rows.device)
             made = self.scales
-            scales = None if made is None else torch.empty(made[0], dtype=made[1], device=x.device)
+            scales = None if made is None else torch.empty(made[0], dtype=made[1], device=rows.device)
         else:
-            product, scales = _parts(out)
+            product, scales = parts(out)
             note_written("out", product, scales)
-        given = Operands(x, w, counts, x_scales, w_scales, bias)
+        given = Operands(rows, matrices, counts, x_scales, w_scales, bias)
         how = (self.rows, self.alignment, self.schedule)
         multiply(given, self.activation, self.interleaved, product, scales, *how)
         return product if scales is None else Fp8(product, scales)
 
 
 _known: Known[_Checked] = Known()
-
-
-def _parts(operand: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return values and scales of an operand that may be a tensor alone."""
-    return operand if isinstance(operand, tuple) else (operand, None)
 
 
 def _key_of(x: Any, w: Any, counts: Any, bias: Any, out: Any, words: tuple[Any, ...]) -> tuple[Any, ...] | None:

@@ -113,6 +113,17 @@ def gemm_kernel(
     return SharedKernel(*about, cluster=schedule.cluster, shared=shared, resident=schedule.blocks_per_sm)
 
 
+def unfit(columns: int, depth: int, fp8: bool, gated: bool, interleaved: bool) -> str:
+    """Return why matrices `[columns, depth]` cannot be multiplied; empty if they can.
+
+    TMA needs rows of a multiple of 16 bytes.  Interleaved groups are 8 gate and 8 up rows.  With FP8 and gate and up
+    rows stored separately, 32 gate rows and their 32 up rows share a pair of scales.
+    """
+    unit = 64 if fp8 and gated and not interleaved else 16 if gated else 8
+    step = 16 if fp8 else 8
+    return f"want N a multiple of {unit} and K a multiple of {step}" if columns % unit or depth % step else ""
+
+
 @lru_cache
 def multiprocessors(device: int) -> int:
     """Return the number of multiprocessors of a CUDA device."""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import operator
 import warnings
 import weakref
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.functional import grouped_mm, pad
 
 from moecomm import _native, combine, dispatch
 from moecomm.base.arrays import as_tensor, check_tensor, note_written, refuse_gradients
@@ -24,36 +22,19 @@ from moecomm.dispatch.chunks import in_parts
 from moecomm.dispatch.drop import drop_checked
 from moecomm.dispatch.options import check_overflow
 from moecomm.errors import BadInput, TooManyRows
-from moecomm.fused import kernels, pipeline, reference
-from moecomm.fused.activations import SWIGLU, GatedActivation, check_activation
-from moecomm.fused.biases import Biases, add_bias, check_biases
-from moecomm.fused.channel_experts import apply_channel_experts, check_channels, lacks_kernel
+from moecomm.fused import kernels, pipeline, weight_format
+from moecomm.fused.activations import GatedActivation, check_activation
+from moecomm.fused.biases import check_biases
 from moecomm.fused.copies import copies_of
-from moecomm.fused.fp8 import Fp8
-from moecomm.fused.fp8_experts import apply_fp8_experts, check_fp8
-from moecomm.fused.gemm import multiply
-from moecomm.fused.operands import Operands
+from moecomm.fused.experts import apply_experts, say_once
+from moecomm.fused.formats import as_weights, format_of_both
 from moecomm.fused.options import Options, Request
 from moecomm.fused.pipeline import DispatchCall, Fused, Pipeline, Unfused
-from moecomm.fused.quantized import (
-    ROW_FORMATS,
-    Fp4,
-    Nvfp4,
-    as_weights,
-    check_fp4,
-    dequantize,
-    is_by_channel,
-    name_of,
-    quantize_rows,
-)
-from moecomm.fused.weights import deinterleave
+from moecomm.fused.weight_format import WeightFormat, parts
 from moecomm.rounds.rounds import Rounds
 from moecomm.rounds.state import SeveralRounds, collective
 from moecomm.routed import Routed
 
-log = logging.getLogger("moecomm")
-
-_MOST_DIMENSION = 1 << 31
 _ALIASES = {"one launch": True, "one after the other": False}
 
 
@@ -117,8 +98,9 @@ def _started(
 ) -> tuple[Routed, bool] | None:
     """Run the dispatch of an unfused layer by a plan that is there; None, and nothing has been done, if none is."""
     scales = None
-    if form.by_channel is not None:
-        x, scales = _cast(x, form.by_channel)
+    if form.weights.casts:
+        x, scales = form.weights.cast(x, form.values)
+        x = x.view(kernels.FP8)  # bytes are bytes: rows of int8 travel as rows of FP8
     given = (x, topk_idx, topk_weights, scales, form.max_rows)
     routed, is_over = rounds.known_calls.dispatch(rounds, form.dispatching, *given, None, None)
     return None if routed is None else (routed, is_over)
@@ -177,8 +159,6 @@ def prepare(
     experts: _Experts = (w13, w2, w13_bias, w2_bias)
     if form is None and (form := _known(rounds, request, x, bias, experts)) is None:
         form, x, experts, back = _checked(rounds, request, x, bias, experts)
-    elif form.kind is not None:
-        experts = (form.kind(*w13), form.kind(*w2), w13_bias, w2_bias)
     w13, w2, *biases = experts
     drops = options.overflow is not None or dropped is not None
     count = _check_overflow(rounds, options, dropped) if drops else None
@@ -199,6 +179,7 @@ def prepare(
             x,
             topk_idx,
             topk_weights,
+            form.weights,
             w13,
             w2,
             interleaved=options.interleaved,
@@ -216,35 +197,33 @@ def prepare(
     def computed(routed: Routed) -> torch.Tensor:
         return _computed(rounds, form, experts, *routed.plan.layer_tensors(routed))
 
-    if form.by_channel is not None:
-        x, of["scales"] = _cast(x, form.by_channel)
+    if form.weights.casts:
+        x, of["scales"] = form.weights.cast(x, form.values)
+        x = x.view(kernels.FP8)
     call = DispatchCall(dispatching, (x, topk_idx, topk_weights), {"max_rows": options.max_rows, **of})
     return Unfused(rounds, call, form.combining, {"out": out, "bias": bias}, computed, back)
-
-
-def _cast(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return rows with a scale each, as bytes that travel as rows of FP8 do, and the scales."""
-    data, scales = quantize_rows(x, dtype)
-    return data.view(kernels.FP8), scales
 
 
 def _computed(
     rounds: Rounds, form: _Form, experts: _Experts, rows: Any, scales: Any, counts: torch.Tensor
 ) -> torch.Tensor:
     """Return what the experts of this rank make of rows that have arrived."""
-    how: dict[str, Any] = {"interleaved": form.interleaved, "expected_rows": form.expected_rows}
-    how |= {"activation": form.activation, "biases": experts[2:]}
-    w13, w2 = experts[:2]
-    if form.kind is None:
-        return apply_experts(rows, w13, w2, counts, **how)
-    w13, w2 = form.kind(*w13), form.kind(*w2)
-    if form.by_channel is not None:
-        return apply_channel_experts(
-            form.kind(rows.view(form.by_channel), scales), w13, w2, counts, rounds.dtype, **how
-        )
-    if form.kind is Fp8:
-        return apply_fp8_experts(Fp8(rows, scales), w13, w2, counts, rounds.dtype, **how)
-    return apply_fp4_experts(rows, w13, w2, counts, **how)
+    if form.weights.casts:
+        rows = rows.view(form.values)
+    return apply_experts(
+        form.weights,
+        rows,
+        experts[0],
+        experts[1],
+        counts,
+        scales=scales,
+        dtype=rounds.dtype,
+        interleaved=form.interleaved,
+        expected_rows=form.expected_rows,
+        activation=form.activation,
+        biases=experts[2:],
+        lacks=form.lacks,
+    )
 
 
 _Experts = tuple[Any, Any, Any, Any]  # w13, w2, w13_bias, w2_bias
@@ -253,8 +232,9 @@ _Experts = tuple[Any, Any, Any, Any]  # w13, w2, w13_bias, w2_bias
 class _Form(NamedTuple):
     """What calls have in common that differ in the values of their tensors alone."""
 
-    kind: type[Any] | None  # of weights that have scales; None: they are tensors
-    by_channel: torch.dtype | None  # of values with scales of channels
+    weights: WeightFormat
+    values: torch.dtype  # of the weights
+    lacks: str  # why torch computes the experts; empty: kernels do, or the ranks are CPUs
     activation: GatedActivation
     interleaved: bool
     max_rows: int | None
@@ -330,36 +310,26 @@ def _checked(
         raise BadInput("bias", str(given.dtype), str(rounds.dtype))
     check_max_rows(options.max_rows)
     check_overflow(options.overflow, options.max_rows)
-    by_channel = is_by_channel(w13) or is_by_channel(w2)
-    if by_channel:
-        w13, w2 = check_channels(rounds, w13, w2, interleaved)
-        if why := lacks_kernel(rounds.device):
-            _say_once("torch computes experts with scales of channels: %s", why)
-    elif isinstance(w13, Fp4) or isinstance(w2, Fp4):
-        w13, w2 = check_fp4(rounds, w13, w2)
-        if x.is_cuda and (why := _widened_because(x, w2)):
-            _say_once(f"torch widens {name_of(w2)} weights in every call: %s", why)
-    elif isinstance(w13, Fp8) or isinstance(w2, Fp8):
-        w13, w2 = check_fp8(rounds, w13, w2, interleaved)
-    else:
-        _check_experts(rounds, w13, w2, interleaved)
-    values: torch.Tensor = w2 if isinstance(w2, torch.Tensor) else w2.data
-    intermediate = values.shape[2] * (2 if isinstance(w2, Fp4) else 1)
+    weights = format_of_both(w13, w2)
+    w13, w2 = weights.check(rounds, w13, w2, interleaved)
+    values, _ = parts(w2)
+    intermediate = values.shape[2] * weights.packed
     biases = check_biases(rounds, experts[2], experts[3], intermediate)
-    why_not = partial(_why_unfused, rounds, x, values, back, options)
-    runs_fused = _runs_fused(rounds, kernels.FP8 if by_channel else values.dtype, asked, why_not)
-    fp8 = isinstance(w2, Fp8) and not by_channel
-    if runs_fused:
-        travels = ROW_FORMATS[values.dtype] if by_channel else "fp8" if fp8 else None
-        call, asks = "moe" if travels is None else f"moe in {travels}", dispatch.Options(num_sms=options.num_sms)
-    else:
-        call = "moe in INT8" if by_channel and values.dtype is torch.int8 else "moe"
-        how: dict[str, Any] = {"num_sms": options.num_sms, "check_weights": options.check_weights}
-        asks = dispatch.Options(quantize="fp8" if fp8 else None, **how)
+    if lacks := weights.lacks_kernel(x, w2):
+        say_once(weights.slow, lacks)
+    why_not = partial(_why_unfused, rounds, x, weights, values, back, options)
+    runs_fused = _runs_fused(rounds, weights.tuned_as or values.dtype, asked, why_not)
+    asks, call = dispatch.Options(num_sms=options.num_sms), "moe"  # ranks compare the names: they must cast rows alike
+    if not runs_fused:
+        asks = asks._replace(quantize=weights.quantize, check_weights=options.check_weights)
+        call = "moe in INT8" if values.dtype is torch.int8 else call
+    elif travels := weights.travels.get(values.dtype):
+        call = f"moe in {travels}"
     wire = "exact" if options.wire is None else options.wire  # the bits of a fused layer
     form = _Form(
-        None if isinstance(w2, torch.Tensor) else type(w2),
-        values.dtype if by_channel else None,
+        weights,
+        values.dtype,
+        lacks,
         activation,
         interleaved,
         options.max_rows,
@@ -395,128 +365,23 @@ def _runs_fused(rounds: Rounds, weights: torch.dtype, asked: bool | None, why_un
         return False
     why_not = why_unfused()
     if asked is not None and why_not:
-        _say_once("fused=True is not possible here, so the layer runs unfused: %s", why_not)
+        say_once("fused=True is not possible here, so the layer runs unfused: %s", why_not)
     return not why_not
 
 
-def _why_unfused(rounds: Rounds, x: torch.Tensor, w2: torch.Tensor, back: Any, options: Options) -> str:
+def _why_unfused(
+    rounds: Rounds, x: torch.Tensor, weights: WeightFormat, w2: torch.Tensor, back: Any, options: Options
+) -> str:
     """Return why the layer cannot run fused; empty if it can.  The same on all ranks."""
     if not x.is_cuda:
         return f"{rounds.device} is no GPU"
-    if w2.dtype is torch.uint8:
-        return "weights have four bits"
+    if weights.unfused:
+        return weights.unfused
     if rounds.domain_ranks != rounds.num_ranks:
         return "the ranks are in several domains"
     if not (options.wire is None or is_unsummed(options.wire)) or options.check_weights or back is not None:
         return "wire, check_weights, or arrays that are not torch's"
-    return ours_lacks(x.device.index, x.dtype, rounds.settings.local_experts(), *w2.shape[1:])
-
-
-def apply_experts(
-    x: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    tokens_per_expert: torch.Tensor,
-    *,
-    interleaved: bool = False,
-    expected_rows: int | None = None,
-    activation: GatedActivation = SWIGLU,
-    biases: Biases = (None, None),
-) -> torch.Tensor:
-    """Apply gated experts to rows `[rows, H]`, grouped by expert; return `[rows, H]`.
-
-    Rows after the last group are undefined.
-
-    Args:
-        x: `[rows, H]`, rows of expert 0 first, then of expert 1, and so on.
-        w13, w2, interleaved: as in moe().
-        tokens_per_expert: int32 `[E/R]`, rows of each expert.
-        expected_rows: see grouped_gemm.
-        activation: between the GEMMs.
-        biases: of the first GEMM, added before the activation, and of the second; None: none.
-    """
-    if not x.is_cuda:
-        how: dict[str, Any] = {"alignment": 1, "interleaved": interleaved}
-        inner, y = x.new_empty(len(x), w2.shape[2]), torch.empty_like(x)
-        reference.grouped_gemm(x, w13, tokens_per_expert, **how, activation=activation, out=inner, bias=biases[0])
-        reference.grouped_gemm(inner, w2, tokens_per_expert, **how, activation=None, out=y, bias=biases[1])
-        return y
-    if why := ours_lacks(x.device.index, x.dtype, *w2.shape):
-        _say_once("experts run in torch's grouped GEMM, not in moecomm's: %s", why)
-        return _by_torch(x, deinterleave(w13) if interleaved else w13, w2, tokens_per_expert, activation, biases)
-    rows = len(x) // len(w2) if expected_rows is None else expected_rows
-    inner, y = x.new_empty(len(x), w2.shape[2]), torch.empty_like(x)
-    multiply(Operands(x, w13, tokens_per_expert, bias=biases[0]), activation, interleaved, inner, None, rows)
-    multiply(Operands(inner, w2, tokens_per_expert, bias=biases[1]), None, False, y, None, rows)
-    return y
-
-
-def apply_fp4_experts(
-    x: torch.Tensor,
-    w13: Fp4,
-    w2: Fp4,
-    tokens_per_expert: torch.Tensor,
-    *,
-    interleaved: bool = False,
-    expected_rows: int | None = None,
-    activation: GatedActivation = SWIGLU,
-    biases: Biases = (None, None),
-) -> torch.Tensor:
-    """Apply experts of four bits to bfloat16 rows; arguments and bits as of apply_experts with the widened weights."""
-    if not x.is_cuda or _widened_because(x, w2):
-        how: dict[str, Any] = {"interleaved": interleaved, "expected_rows": expected_rows}
-        how |= {"activation": activation, "biases": biases}
-        return apply_experts(x, dequantize(w13), dequantize(w2), tokens_per_expert, **how)
-    rows = len(x) // len(w2.data) if expected_rows is None else expected_rows
-    inner, y = x.new_empty(len(x), 2 * w2.data.shape[2]), torch.empty_like(x)
-    first = Operands(x, w13.data, tokens_per_expert, None, w13.scales, biases[0])
-    multiply(first, activation, interleaved, inner, None, rows)
-    multiply(Operands(inner, w2.data, tokens_per_expert, None, w2.scales, biases[1]), None, False, y, None, rows)
-    return y
-
-
-def _widened_because(x: torch.Tensor, w2: Fp4) -> str:
-    """Return why torch widens such weights on this GPU; empty if a kernel reads them packed."""
-    if isinstance(w2, Nvfp4):
-        return "no kernel reads them"
-    return ours_lacks(x.device.index, x.dtype, *w2.data.shape)
-
-
-@lru_cache(maxsize=256)
-def ours_lacks(device: int, dtype: torch.dtype, groups: int, hidden: int, intermediate: int) -> str:
-    """Return why grouped_gemm cannot compute such experts on this GPU; empty if it can."""
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        return f"{torch.cuda.get_device_name(device)} is no GPU of compute capability 9.0 (Hopper)"
-    if dtype not in kernels.TYPES:
-        return f"experts compute in {dtype}, not in bfloat16 or float16"
-    if hidden % 8 or intermediate % 8:
-        return f"H = {hidden} or I = {intermediate} is no multiple of 8"
-    if groups > kernels.MOST_GROUPS:
-        return f"a rank has {groups} experts, more than {kernels.MOST_GROUPS}"
-    return ""
-
-
-@lru_cache(maxsize=256)
-def _say_once(what: str, why: str) -> None:
-    log.warning(what, why)
-
-
-def _by_torch(
-    x: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    counts: torch.Tensor,
-    activation: GatedActivation = SWIGLU,
-    biases: Biases = (None, None),
-) -> torch.Tensor:
-    if short := -w2.shape[2] % 8:  # torch needs rows of a multiple of 16 bytes; pad with zeros
-        w13 = torch.cat([pad(half, (0, 0, 0, short)) for half in w13.chunk(2, dim=1)], dim=1)
-        w2 = pad(w2, (0, short))
-        if biases[0] is not None:
-            biases = torch.cat([pad(half, (0, short)) for half in biases[0].chunk(2, dim=1)], dim=1), biases[1]
-    ends = counts.cumsum(0, dtype=torch.int32)
-    gate, up = add_bias(grouped_mm(x, w13.transpose(1, 2), offs=ends), biases[0], ends).chunk(2, dim=-1)
-    return add_bias(grouped_mm(activation.apply(gate, up), w2.transpose(1, 2), offs=ends), biases[1], ends)
+    return weight_format.ours_lacks(x.device.index, x.dtype, rounds.settings.local_experts(), *w2.shape[1:])
 
 
 def _check_overflow(rounds: Rounds, options: Options, dropped: Any) -> torch.Tensor | None:
@@ -545,18 +410,3 @@ def check_dropped(overflow: Overflow | None, dropped: Any, device: torch.device)
         return count
     check_tensor("dropped", count, device=device, dtypes=(torch.int32,), shape=(1,))
     return count
-
-
-def _check_experts(rounds: Rounds, w13: torch.Tensor, w2: torch.Tensor, interleaved: bool) -> None:
-    local, hidden = len(rounds.local_experts), rounds.hidden
-    about: dict[str, Any] = {"device": rounds.device, "dtypes": (rounds.dtype,)}
-    check_tensor("w2", w2, **about, shape=(local, hidden, None))
-    intermediate = w2.shape[2]
-    if not 1 <= intermediate < _MOST_DIMENSION:
-        raise BadInput("w2", tuple(w2.shape), "[E/R, H, I] with I at least 1")
-    check_tensor("w13", w13, **about, shape=(local, 2 * intermediate, hidden))
-    if interleaved and intermediate % 8:
-        raise BadInput("w13", tuple(w13.shape), "I a multiple of 8, to be interleaved")
-    for name, weights in (("w13", w13), ("w2", w2)):
-        if not weights.is_contiguous() or weights.data_ptr() % 16:
-            raise BadInput(name, f"strides {weights.stride()}", "contiguous weights that begin at multiples of 16")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 
@@ -12,8 +12,9 @@ from moecomm.base.validation import check_alignment, check_dense, check_flag, ch
 from moecomm.dispatch.reference import GROUP
 from moecomm.errors import BadInput, Unsupported
 from moecomm.fused import kernels
+from moecomm.fused.fp4 import Fp4
 from moecomm.fused.fp8 import Operand
-from moecomm.fused.quantized import Mxfp4, check_fp4_values
+from moecomm.fused.weight_format import WeightFormat, described
 
 _MOST_ROWS = 1 << 30
 
@@ -44,49 +45,44 @@ class Operands(NamedTuple):
 
 def check_operands(
     x: Operand,
-    w: Operand | Mxfp4,
+    w: Operand | Fp4,
+    of: WeightFormat,
     counts: torch.Tensor,
     alignment: int,
     activation: str | None,
     interleaved: bool,
     bias: torch.Tensor | None = None,
 ) -> Operands:
-    """Check the arguments of moecomm.fused.grouped_gemm and return the tensors.  Raises BadInput or Unsupported."""
+    """Check the arguments of moecomm.fused.grouped_gemm, with weights of this format, and return the tensors.
+
+    Raises BadInput or Unsupported.
+    """
     if activation is not None:
         check_name("activation", activation, get_args(Activation))
     check_flag("interleaved", interleaved)
-    packed = isinstance(w, Mxfp4)
-    if isinstance(w, Mxfp4):
-        check_fp4_values("w", w)
+    if packed := of.packed > 1:
+        of.check_parts("w", w)
     (x, x_scales), (w, w_scales) = _pair("x", x), _pair("w", w)
     check_dense("tokens_per_expert", counts)
     _check_memory(x, x=x, w=w, tokens_per_expert=counts)
     _check_memory(x, x=x_scales, w=w_scales)
     if x.dim() not in (2, 3) or not x.is_contiguous() or x.shape[:-1].numel() > _MOST_ROWS:
-        raise BadInput("x", what(x), "contiguous [rows, K] or [experts, rows, K], at most 2^30 rows")
+        raise BadInput("x", described(x), "contiguous [rows, K] or [experts, rows, K], at most 2^30 rows")
     if packed and x.dtype is not torch.bfloat16:
-        raise BadInput("x", what(x), "rows of bfloat16 beside weights in MXFP4")
+        raise BadInput("x", described(x), "rows of bfloat16 beside weights in MXFP4")
     fits = packed or w.dtype == x.dtype
     if w.dim() != 3 or not w.is_contiguous() or not fits or w.device != x.device or 0 in w.shape:
-        raise BadInput("w", what(w), f"contiguous [experts, N, K] of {x.dtype} on {x.device}")
-    columns, depth = w.shape[1], w.shape[2] * (2 if packed else 1)
+        raise BadInput("w", described(w), f"contiguous [experts, N, K] of {x.dtype} on {x.device}")
+    columns, depth = w.shape[1], w.shape[2] * of.packed
     if depth != x.shape[-1] or (x.dim() == 3 and x.shape[0] != w.shape[0]):
-        raise BadInput("w", what(w), f"the K and, batched, the experts of x, {tuple(x.shape)}")
+        raise BadInput("w", described(w), f"the K and, batched, the experts of x, {tuple(x.shape)}")
     if counts.shape != w.shape[:1] or counts.dtype != torch.int32 or counts.device != x.device:
-        raise BadInput("tokens_per_expert", what(counts), f"int32 [{w.shape[0]}] on {x.device}")
+        raise BadInput("tokens_per_expert", described(counts), f"int32 [{w.shape[0]}] on {x.device}")
     if not counts.is_contiguous():
         raise BadInput("tokens_per_expert", "a tensor with gaps", "a contiguous one")
     check_alignment("alignment", alignment)
     by_channel = w_scales is not None and w_scales.dim() < 3
-    if packed:
-        if w_scales is None or not w_scales.is_contiguous():
-            raise BadInput("w", "scales with gaps", "contiguous ones")
-        if x_scales is not None:
-            raise BadInput("x", "scales", "none beside weights in MXFP4")
-    elif x_scales is not None and w_scales is not None and by_channel:
-        x_scales, w_scales = _channel_scales(x, x_scales, w, w_scales)
-    else:
-        _check_scales(x, x_scales, w, w_scales)
+    x_scales, w_scales = of.check_scales(x, x_scales, w, w_scales)
     if bias is not None:
         _check_bias(x, w, bias)
     read = {"x": (x, x_scales), "w": (w, w_scales), "tokens_per_expert": (counts,), "bias": (bias,)}
@@ -97,24 +93,13 @@ def check_operands(
     if x.dtype not in (*kernels.TYPES, kernels.FP8) and not (x.dtype is torch.int8 and by_channel):
         raise Unsupported(f"a grouped GEMM of {x.dtype}: want torch.bfloat16 or torch.float16, or Fp8")
     in_blocks = by_channel or interleaved  # gate and up rows share no scale
-    if why := unfit(columns, depth, x.dtype.itemsize == 1, activation is not None, in_blocks):
+    if why := kernels.unfit(columns, depth, x.dtype.itemsize == 1, activation is not None, in_blocks):
         raise Unsupported(f"w {tuple(w.shape)}: {why}")
     if w.shape[0] > kernels.MOST_GROUPS:
         raise Unsupported(f"{w.shape[0]} experts on one rank: want at most {kernels.MOST_GROUPS}")
     if x.is_cuda and (x.data_ptr() % 16 or w.data_ptr() % 16):
         raise BadInput("x, w", "an address that is no multiple of 16", "tensors that begin at one")
     return Operands(x, w, counts, x_scales, w_scales, bias)
-
-
-def unfit(columns: int, depth: int, fp8: bool, gated: bool, interleaved: bool) -> str:
-    """Return why matrices `[columns, depth]` cannot be multiplied; empty if they can.
-
-    TMA needs rows of a multiple of 16 bytes.  Interleaved groups are 8 gate and 8 up rows.  With FP8 and gate and up
-    rows stored separately, 32 gate rows and their 32 up rows share a pair of scales.
-    """
-    unit = 64 if fp8 and gated and not interleaved else 16 if gated else 8
-    step = 16 if fp8 else 8
-    return f"want N a multiple of {unit} and K a multiple of {step}" if columns % unit or depth % step else ""
 
 
 def result(
@@ -151,13 +136,7 @@ def result(
     return _made("out", data, shape, out_dtype, given), None
 
 
-def what(tensor: torch.Tensor) -> str:
-    """Return a description of a tensor for error messages."""
-    gaps = "" if tensor.is_contiguous() else " with gaps"
-    return f"{tuple(tensor.shape)} of {tensor.dtype} on {tensor.device}{gaps}"
-
-
-def _pair(argument: str, given: Operand) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _pair(argument: str, given: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     if isinstance(given, torch.Tensor):
         return given, None
     if not isinstance(given, tuple) or len(given) != 2 or not all(isinstance(t, torch.Tensor) for t in given):
@@ -187,54 +166,13 @@ def check_counts(counts: torch.Tensor, rows: torch.Size, alignment: int) -> None
             begin = -(-(begin + count) // alignment) * alignment
 
 
-def _check_scales(
-    x: torch.Tensor, x_scales: torch.Tensor | None, w: torch.Tensor, w_scales: torch.Tensor | None
-) -> None:
-    wanted = {
-        "x": (x_scales, (*x.shape[:-1], -(-x.shape[-1] // GROUP))),
-        "w": (w_scales, (w.shape[0], -(-w.shape[1] // GROUP), -(-w.shape[2] // GROUP))),
-    }
-    for argument, (scales, shape) in wanted.items():
-        if (scales is None) != (x.dtype != kernels.FP8):
-            raise BadInput(
-                argument, "scales" if scales is not None else "no scales", "Fp8(data, scales) of e4m3, alone"
-            )
-        if scales is None:
-            continue
-        if scales.shape != shape or scales.dtype != torch.float32 or scales.device != x.device:
-            raise BadInput(argument, f"scales {what(scales)}", f"float32 {shape} on {x.device}")
-        if not scales.is_contiguous() and (argument == "w" or scales.dim() == 3):
-            raise BadInput(argument, "scales with gaps", "contiguous ones; of x [rows, K] also by column")
-
-
-def _channel_scales(
-    x: torch.Tensor, x_scales: torch.Tensor, w: torch.Tensor, w_scales: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Check scales of rows and channels, or of whole tensors, and return them as `[..., 1]` and contiguous `[E, N]`."""
-    if x.dtype not in (kernels.FP8, torch.int8):
-        raise BadInput("x", str(x.dtype), "float8_e4m3fn or int8, beside scales of rows and channels")
-    of_rows, of_w = (*x.shape[:-1], 1), tuple(w.shape[:2])
-    for argument, scales in (("x", x_scales), ("w", w_scales)):
-        if scales.dtype != torch.float32 or scales.device != x.device:
-            raise BadInput(argument, f"scales {what(scales)}", f"float32 on {x.device}")
-    if x_scales.shape != of_rows and x_scales.shape not in ((), (1,)):
-        raise BadInput("x", f"scales {what(x_scales)}", f"{of_rows} beside scales of channels, or [1]")
-    if x_scales.dim() == 3 and not x_scales.is_contiguous():
-        raise BadInput("x", "scales with gaps", "contiguous ones")
-    if w_scales.shape not in (of_w, (of_w[0], 1), of_w[:1]):
-        raise BadInput("w", f"scales {what(w_scales)}", f"{of_w}, or {of_w[:1]}, or those of blocks")
-    if w_scales.shape != of_w:
-        w_scales = w_scales.reshape(-1, 1).expand(of_w)
-    return x_scales.expand(of_rows) if x_scales.shape != of_rows else x_scales, w_scales.contiguous()
-
-
 def _check_bias(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> None:
     check_dense("bias", bias)
     _check_memory(x, bias=bias)
     dtypes = (torch.float32, *kernels.TYPES)
     if bias.shape != w.shape[:2] or bias.dtype not in dtypes or bias.device != x.device or not bias.is_contiguous():
         wanted = f"contiguous {tuple(w.shape[:2])} of {' or '.join(map(str, dtypes))} on {x.device}"
-        raise BadInput("bias", what(bias), wanted)
+        raise BadInput("bias", described(bias), wanted)
 
 
 def _made(
@@ -243,7 +181,7 @@ def _made(
     if given is None:
         return torch.empty(shape, dtype=dtype, device=read.x.device)
     if given.shape != shape or given.dtype != dtype or given.device != read.x.device or not given.is_contiguous():
-        raise BadInput(argument, what(given), f"contiguous {shape} of {dtype} on {read.x.device}")
+        raise BadInput(argument, described(given), f"contiguous {shape} of {dtype} on {read.x.device}")
     check_memory(argument, given)
     check_no_overlap(argument, given, **read._asdict())
     return given

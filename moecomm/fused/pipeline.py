@@ -24,14 +24,12 @@ from moecomm.fused.activations import GatedActivation
 from moecomm.fused.biases import Biases
 from moecomm.fused.kernels import Epilogue, reduce_kernel
 from moecomm.fused.plan import layer_plan
-from moecomm.fused.quantized import ByChannel, is_by_channel
+from moecomm.fused.weight_format import WeightFormat
 from moecomm.gpu.plain_kernel import PlainKernel, enqueue, load
 from moecomm.gpu.structs import struct
 from moecomm.rounds.rounds import Rounds
 from moecomm.rounds.spans import span
 from moecomm.routed import Routed
-
-_Weights = tuple[torch.Tensor, torch.Tensor | None]  # values, and scales of those in FP8
 
 
 class DispatchCall(NamedTuple):
@@ -191,8 +189,9 @@ class Fused:
         x: torch.Tensor,
         topk_idx: Any,
         topk_weights: Any,
-        w13: torch.Tensor | ByChannel,
-        w2: torch.Tensor | ByChannel,
+        weights: WeightFormat,
+        w13: Any,
+        w2: Any,
         *,
         interleaved: bool,
         activation: GatedActivation,
@@ -207,12 +206,11 @@ class Fused:
     ) -> None:
         session, tokens, hidden = rounds.session, x.shape[0], rounds.hidden
         self._rounds, self._session = rounds, session
-        self._w13: _Weights = (w13, None) if isinstance(w13, torch.Tensor) else w13
-        self._w2: _Weights = (w2, None) if isinstance(w2, torch.Tensor) else w2
-        by_channel = not isinstance(w2, torch.Tensor) and is_by_channel(w2)
+        self._w13 = w13 if isinstance(w13, tuple) else (w13, None)
+        self._w2 = w2 if isinstance(w2, tuple) else (w2, None)
         dtype, (_, _, inner) = self._w2[0].dtype, self._w2[0].shape
         self._activation, self._biases = activation, biases
-        epilogue = Epilogue(activation.name, any(bias is not None for bias in biases), by_channel)
+        epilogue = Epilogue(activation.name, any(bias is not None for bias in biases), weights.casts)
         of_rank = rounds.settings, rounds.rank, rounds.device.index
         self._plan = layer_plan(*of_rank, dtype, inner, not interleaved, expected_rows, max_rows, epilogue)
         self._reduce = self._plan.reduce

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from moecomm.dispatch.reference import GROUP, quantize
@@ -26,7 +28,7 @@ def groups_of(x: torch.Tensor, counts: list[int], alignment: int) -> list[slice]
 @torch.no_grad()
 def grouped_gemm(
     x: Operand,
-    w: Operand,
+    w: Any,
     tokens_per_expert: torch.Tensor,
     *,
     alignment: int,
@@ -39,21 +41,23 @@ def grouped_gemm(
 
     FP8 operands are widened to float32 first.  Autocast is disabled, because it would round the operands.
     """
-    by_channel = not isinstance(w, torch.Tensor) and w[1].dim() < 3
+    weights, w_scales = w if isinstance(w, tuple) else (w, None)
+    result, out_scales = out if isinstance(out, tuple) else (out, None)
+    by_channel = w_scales is not None and w_scales.dim() < 3
     wide = x if isinstance(x, torch.Tensor) else x[0] if by_channel else widen(*x, 1)
-    result = out if isinstance(out, torch.Tensor) else out.data
     rows, results = wide.flatten(0, -2), result.flatten(0, -2)
     for group, begin_end in enumerate(groups_of(wide, tokens_per_expert.tolist(), alignment)):
-        if by_channel:
-            matrix, channels = w[0][group], w[1][group]
-            matrix = matrix.double() if matrix.dtype is torch.int8 else matrix.float()  # sums of INT8 are exact
+        matrix = weights[group]
+        if w_scales is not None and not by_channel:
+            matrix = widen(matrix, w_scales[group], GROUP)
         else:
-            matrix = w[group].float() if isinstance(w, torch.Tensor) else widen(w[0][group], w[1][group], GROUP)
+            matrix = matrix.double() if matrix.dtype is torch.int8 else matrix.float()  # sums of INT8 are exact
         if activation and interleaved:
             matrix = deinterleave(matrix)
         with torch.autocast(matrix.device.type, enabled=False):
             product = rows[begin_end].to(matrix.dtype) @ matrix.T
         if by_channel:
+            channels = w_scales[group]
             if activation and interleaved:
                 channels = deinterleave(channels.unsqueeze(1)).squeeze(1)
             product = product.float() * (x[1].flatten(0, -2)[begin_end] * channels)
@@ -61,9 +65,9 @@ def grouped_gemm(
             product = product + bias[group].float()
         if activation is not None:
             product = activation.apply(*product.chunk(2, dim=-1))
-        if isinstance(out, Fp8):
+        if out_scales is not None:
             data, scales = quantize(product.bfloat16())
             results.view(torch.uint8)[begin_end] = data.view(torch.uint8)
-            out.scales.flatten(0, -2)[begin_end] = scales
+            out_scales.flatten(0, -2)[begin_end] = scales
         else:
             results[begin_end] = product.to(result.dtype)

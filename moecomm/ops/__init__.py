@@ -61,8 +61,8 @@ from moecomm.dispatch.arguments import check_max_rows
 from moecomm.dispatch.options import Gradients, Options, check_num_sms, check_options, check_overflow
 from moecomm.errors import BadInput, TooManyRows
 from moecomm.fused.activations import check_activation
+from moecomm.fused.formats import as_weights
 from moecomm.fused.layer import check_dropped, fused_or_not
-from moecomm.fused.quantized import Nvfp4, Weights, as_weights
 from moecomm.ops import chunks, gradients, rounds, slots
 from moecomm.ops import layer as whole_layer
 from moecomm.ops.chunks import ChunkedHandle
@@ -669,8 +669,6 @@ def _check_handle(handle: Handle) -> None:
         raise BadInput("handle", f"one whose graph is {graph.dtype} {tuple(graph.shape)}", want)
 
 
-def _parts(weights: Weights) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+def _parts(weights: Any) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return values, scales and factors; None: there are none."""
-    if isinstance(weights, torch.Tensor):
-        return weights, None, None
-    return weights.data, weights.scales, weights.factors if isinstance(weights, Nvfp4) else None
+    return (*weights, None)[:3] if isinstance(weights, tuple) else (weights, None, None)

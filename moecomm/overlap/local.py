@@ -14,8 +14,7 @@ from torch.nn.functional import embedding_bag
 from moecomm.errors import BadInput
 from moecomm.fused.fp8 import Fp8, widen
 from moecomm.fused.gemm import grouped_gemm
-from moecomm.fused.kernels import MOST_GROUPS
-from moecomm.fused.operands import unfit
+from moecomm.fused.kernels import MOST_GROUPS, unfit
 from moecomm.overlap.sizes import GROUP, OF_FP8, Matrix
 
 

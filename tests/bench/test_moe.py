@@ -15,7 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 import moecomm
-from moecomm.fused.quantized import dequantize
+from moecomm.fused.fp4 import dequantize
 from moecomm.ranks.settings import Settings
 from moecomm.router import MODELS, Model
 from moecomm.testing import random_layer

@@ -15,8 +15,8 @@ from moecomm import _native, backends, elastic
 from moecomm.base import protocol
 from moecomm.base.validation import check_alignment
 from moecomm.compat.deep_ep.pool import check_experts
-from moecomm.fused import grouped_gemm, kernels, layer, quantize_weights
-from moecomm.fused.operands import unfit
+from moecomm.fused import grouped_gemm, kernels, quantize_weights, weight_format
+from moecomm.fused.kernels import unfit
 from moecomm.gpu import limits
 from moecomm.gpu.jit import KernelSpec, block_fields, packets_of
 from moecomm.ranks.settings import Settings
@@ -195,7 +195,7 @@ def test_sizes_of_experts_have_the_multiples_of_the_table(
 
 def test_experts_that_ours_cannot_compute_go_through_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    lacks = layer.ours_lacks.__wrapped__
+    lacks = weight_format.ours_lacks.__wrapped__
     assert lacks(0, torch.bfloat16, 512, 8, 8) == ""
     assert all(lacks(0, torch.bfloat16, *sizes) for sizes in ((513, 8, 8), (512, 12, 8), (512, 8, 12)))
 

@@ -36,6 +36,7 @@ from moecomm.fused import (
 )
 from moecomm.fused.activations import SWIGLU
 from moecomm.fused.copies import Copies
+from moecomm.fused.formats import format_of
 from moecomm.fused.kernels import row_pitch
 from moecomm.fused.operands import check_operands
 from moecomm.fused.schedules import FP8_SCHEDULES, SCHEDULES
@@ -101,7 +102,9 @@ class Emulated:
     ) -> None:
         bias = None if bias is None else bias.float()
         used = activation or SWIGLU
-        given = check_operands(x, w, counts, alignment, used.name if activation else None, interleaved, bias)
+        given = check_operands(
+            x, w, format_of(w), counts, alignment, used.name if activation else None, interleaved, bias
+        )
         product, scales = out if isinstance(out, Fp8) else (out, None)
         dtype, gated = given.x.dtype, activation is not None
         epilogue = kernels.Epilogue(used.name, bias is not None, given.by_channel)

@@ -23,6 +23,7 @@ from moecomm.fused import (
     tensor_maps,
 )
 from moecomm.fused.activations import GatedActivation
+from moecomm.fused.formats import format_of
 from moecomm.fused.kernels import FP8, Epilogue, gemm_kernel
 from moecomm.fused.operands import check_operands
 from moecomm.testing.fp8 import expected_gemm
@@ -77,7 +78,7 @@ def test_the_kernel_computes_what_the_reference_does(name: str, monkeypatch: pyt
     swiglu, apart = how["activation"] is not None, not how["interleaved"]
     tokens, width = torch.tensor(counts, dtype=torch.int32), columns // 2 if swiglu else columns
     scales = by_column(x.scales) if in_columns else x.scales
-    given = check_operands(Fp8(x.data, scales), w, tokens, 1, **how)
+    given = check_operands(Fp8(x.data, scales), w, format_of(w), tokens, 1, **how)
     out = torch.full((len(x.data), width), float("nan"), dtype=FP8 if quantized else torch.bfloat16)
     out_scales = torch.full((len(x.data), -(-width // 128)), float("nan"))
 
@@ -125,7 +126,7 @@ def test_the_kernel_multiplies_by_scales_of_rows_and_channels(name: str, monkeyp
     pair, weights = quantize_rows(x, dtype), quantize_channels(w, dtype)
     how = {"activation": activation, "interleaved": interleaved, "bias": bias}
     tokens = torch.tensor(counts, dtype=torch.int32)
-    given = check_operands(pair, weights, tokens, 1, **how)
+    given = check_operands(pair, weights, format_of(weights), tokens, 1, **how)
     assert given.by_channel
     apart, gated = activation is not None and not interleaved, GatedActivation(activation or "swiglu")
     out = torch.full((rows, columns // (2 if activation else 1)), float("nan"), dtype=torch.bfloat16)

@@ -11,9 +11,10 @@ import torch
 from moecomm.base.choices import Activation
 from moecomm.fused import MXFP4_SCHEDULES, SCHEDULES, Mxfp4, gemm, tensor_maps
 from moecomm.fused.activations import GatedActivation
+from moecomm.fused.formats import format_of
+from moecomm.fused.fp4 import dequantize
 from moecomm.fused.kernels import Epilogue, gemm_kernel
 from moecomm.fused.operands import check_operands
-from moecomm.fused.quantized import dequantize
 from moecomm.fused.schedules import Schedule
 
 from ..few import few
@@ -40,7 +41,7 @@ def product(
     interleaved: bool = True,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    given = check_operands(x, w, counts, 1, activation, interleaved, bias)
+    given = check_operands(x, w, format_of(w), counts, 1, activation, interleaved, bias)
     columns = given.w.shape[1] // (1 if activation is None else 2)
     apart, gated = activation is not None and not interleaved, GatedActivation(activation or "swiglu")
     out = torch.full((len(x), columns), float("nan"), dtype=BF16)

@@ -22,13 +22,11 @@ from moecomm.gpu.structs import struct
 HIDDEN, INNER, EXPERTS, TOPK, TOKENS = 256, 64, 8, 4, 32
 
 
-def experts_of_a_gpu(
-    x: Any, w13: Any, w2: Any, counts: Any, *, interleaved: bool, expected_rows: int, activation: Any, biases: Any
-) -> Any:
-    """Launch what layer.apply_experts launches there."""
-    inner, y = x.new_empty(len(x), w2.shape[2]), torch.empty_like(x)
-    gemm.multiply(Operands(x, w13, counts), activation, interleaved, inner, None, expected_rows)
-    gemm.multiply(Operands(inner, w2, counts), None, False, y, None, expected_rows)
+def experts_of_a_gpu(weights: Any, x: Any, w13: Any, w2: Any, counts: Any, **how: Any) -> Any:
+    """Launch what apply_experts launches there."""
+    inner, y, rows = x.new_empty(len(x), w2.shape[2]), torch.empty_like(x), how["expected_rows"]
+    gemm.multiply(Operands(x, w13, counts), how["activation"], how["interleaved"], inner, None, rows)
+    gemm.multiply(Operands(inner, w2, counts), None, False, y, None, rows)
     return y
 
 

@@ -12,8 +12,10 @@ import torch
 
 from moecomm.fused import kernels as fused_kernels
 from moecomm.fused import layer, pipeline, quantize_channels, quantize_weights
+from moecomm.fused.experts import apply_experts
 from moecomm.fused.kernels import FP8, publish_kernel, reduce_kernel, row_config, row_pitch
 from moecomm.fused.plan import layer_plan
+from moecomm.fused.weight_format import PLAIN
 from moecomm.gpu import loader, plain_kernel
 from moecomm.rounds.signature import difference, shown
 from moecomm.testing import LocalBuffers, random_layer
@@ -67,9 +69,8 @@ def test_row_descriptors_are_enough_and_the_bits_are_those_of_dispatch_and_combi
                 rows = torch.empty(len(src), hidden, dtype=dtype)
                 for row, (source, token) in enumerate(src.tolist()):  # fetch.cuh
                     rows[row] = at(peers[source] + blocks[source][0].offset + token * 2 * hidden, (hidden,), dtype)
-                y = layer.apply_experts(
-                    rows, call["w13"], call["w2"], routed.tokens_per_expert, interleaved=call["interleaved"]
-                )
+                counts, how = routed.tokens_per_expert, {"interleaved": call["interleaved"]}
+                y = apply_experts(PLAIN, rows, call["w13"], call["w2"], counts, **how)
                 for row, (source, token) in enumerate(src.tolist()):
                     assert int(places[row]) // topk == token
                     receive_buffer = peers[source] + blocks[source][1].offset + int(places[row]) * 2 * hidden

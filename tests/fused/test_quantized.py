@@ -14,8 +14,12 @@ from moecomm import formats
 from moecomm.errors import BadInput, Unsupported
 from moecomm.fused import Fp8, Int8, grouped_gemm, interleave, quantize_channels, quantize_rows, quantize_weights
 from moecomm.fused.activations import SWIGLU
+from moecomm.fused.channels import CHANNELS
+from moecomm.fused.formats import format_of
+from moecomm.fused.fp4 import Mxfp4, Nvfp4, dequantize
+from moecomm.fused.fp8 import BLOCKS
 from moecomm.fused.kernels import FP8
-from moecomm.fused.quantized import Mxfp4, Nvfp4, dequantize, is_by_channel
+from moecomm.fused.weight_format import PLAIN
 from moecomm.testing import bounds
 
 EXPERTS, N, K = 3, 48, 272
@@ -85,9 +89,8 @@ def test_channels_are_cast_as_rows_are(dtype: torch.dtype) -> None:
     w = torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(0))
     (data, scales), rows = quantize_channels(w, dtype), quantize_rows(w, dtype)
     assert torch.equal(data.view(torch.uint8), rows.data.view(torch.uint8)) and torch.equal(scales, rows.scales[..., 0])
-    assert (
-        is_by_channel(quantize_channels(w, dtype)) and not is_by_channel(quantize_weights(w)) and not is_by_channel(w)
-    )
+    assert format_of(quantize_channels(w, dtype)) is CHANNELS
+    assert format_of(quantize_weights(w)) is BLOCKS and format_of(w) is PLAIN
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import torch
 
 from moecomm.base.choices import Activation
 from moecomm.fused import MXFP4_SCHEDULES, SCHEDULES, Mxfp4, grouped_gemm
+from moecomm.fused.fp4 import dequantize
 from moecomm.fused.kernels import Epilogue, gemm_kernel
-from moecomm.fused.quantized import dequantize
 
 from ..emulator.test_mxfp4_gemm import every_value
 from .layers import compile_all

@@ -15,10 +15,10 @@ import torch
 import moecomm
 from moecomm import tuning
 from moecomm.base.experts import most_experts
-from moecomm.fused import SCHEDULES, Mxfp4, choose, layer, schedules
+from moecomm.fused import SCHEDULES, Mxfp4, choose, schedules, weight_format
 from moecomm.fused.compute import layer_kernel, rows_per_counter
+from moecomm.fused.fp4 import dequantize
 from moecomm.fused.kernels import gemm_kernel
-from moecomm.fused.quantized import dequantize
 from moecomm.gpu import plain_kernel
 from moecomm.testing import LayerCase, LocalBuffers, random_layer
 from moecomm.testing.prepare import prepare_moe
@@ -254,7 +254,7 @@ def test_order_of_w13_changes_no_bit() -> None:
 
 @pytest.mark.gpu1
 def test_what_ours_lacks_goes_through_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer, "ours_lacks", lambda *what: "this test says so")
+    monkeypatch.setattr(weight_format, "ours_lacks", lambda *what: "this test says so")
     with opened(ODD) as ranks:
         for seed in range(8):
             case = random_layer(seed, **ODD, dtype=torch.bfloat16)
@@ -268,7 +268,7 @@ def test_what_ours_lacks_goes_through_torch(monkeypatch: pytest.MonkeyPatch) -> 
 
 def ours_of(sizes: dict[str, Any], case: LayerCase, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     with monkeypatch.context() as context:
-        context.setattr(layer, "ours_lacks", lambda *what: "")
+        context.setattr(weight_format, "ours_lacks", lambda *what: "")
         with opened(sizes) as ranks:
             return ranks.moe(calls_of(case))
 

@@ -1,0 +1,46 @@
+"""The formats of weights, and how they are told apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moecomm.base.arrays import as_tensor
+from moecomm.fused.channels import CHANNELS
+from moecomm.fused.fp4 import MXFP4, NVFP4
+from moecomm.fused.fp8 import BLOCKS, Fp8, as_operand
+from moecomm.fused.weight_format import PLAIN, WeightFormat
+
+# Where w13 and w2 differ, the first of these formats says what is wrong.  Both of four bits stand alike.
+_ORDER: dict[WeightFormat, int] = {CHANNELS: 0, MXFP4: 1, NVFP4: 1, BLOCKS: 2, PLAIN: 3}
+_KINDS: dict[type, WeightFormat] = {of.kind: of for of in _ORDER if of.kind is not None}
+
+
+def as_weights(argument: str, given: Any) -> Any:
+    """Convert an array to a torch tensor, or a tuple of arrays to the class that its length and dtype say.
+
+    Raises BadInput.
+    """
+    if isinstance(given, tuple) and len(given) == len(NVFP4.kind._fields):
+        packed = NVFP4.kind(*(as_tensor(argument, tensor)[0] for tensor in given))
+        if packed.data.dtype is NVFP4.values:
+            return packed
+    operand = as_operand(argument, given)
+    if isinstance(operand, Fp8):
+        for of in (CHANNELS, MXFP4):
+            if operand.data.dtype is of.values:
+                return of.kind(*operand)
+    return operand
+
+
+def format_of(w: Any) -> WeightFormat:
+    """Return the format of weights; of any other pair than of the classes, one of FP8."""
+    if type(w) is not Fp8 and type(w) in _KINDS:
+        return _KINDS[type(w)]
+    if not isinstance(w, tuple):
+        return PLAIN
+    return CHANNELS if len(w) == 2 and getattr(w[1], "ndim", 3) < 3 else BLOCKS
+
+
+def format_of_both(w13: Any, w2: Any) -> WeightFormat:
+    """Return the format that the weights of an expert have, or that one has where they differ."""
+    return min(format_of(w2), format_of(w13), key=_ORDER.__getitem__)
