@@ -183,9 +183,8 @@ class Buffer(Bound):
             raise unexpected(self.dispatch, unknown)
         rounds = self.rounds
         words = (layout, expert_alignment, quantize, scale_format, scale_layout, num_sms, check_weights, overflow)
-        request = _DISPATCH
-        if not all(map(is_, words, _DISPATCH.options)):
-            request = dispatch_options.Request(dispatch_options.Options(*words))
+        usual = all(map(is_, words, _DISPATCH.options))
+        request = _DISPATCH if usual else dispatch_options.Request(dispatch_options.Options(*words))
         how = (max_rows, handle, sync, extras, x_global_scale)
         while True:
             ids = topk_idx if rounds.ids is None and rounds.live is None else rounds.own_ids(topk_idx)
@@ -306,9 +305,8 @@ class Buffer(Bound):
         if unknown:
             raise unexpected(self.combine, unknown)
         words = (weighted, wire, num_sms)
-        request = _COMBINE
-        if not all(map(is_, words, _COMBINE.options)):
-            request = combine_options.Request(combine_options.Options(*words))
+        usual = all(map(is_, words, _COMBINE.options))
+        request = _COMBINE if usual else combine_options.Request(combine_options.Options(*words))
         return combine.combine(self.rounds, request, y, handle, out, bias, weight_grads, topk_weights)
 
     def empty(self, handle: Handle, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -403,14 +401,13 @@ class Buffer(Bound):
                 no multiple of 32, NVFP4 of 16, or where the Buffer's dtype is not bfloat16.
             Closed, Timeout, PeerLost, Aborted, Mismatch: as in dispatch().
         """
-        number = unknown.pop("_layer", 0)  # of nn.ExpertParallel, as in moecomm.ops.moe
+        rounds, number = self.rounds, unknown.pop("_layer", 0)  # of nn.ExpertParallel, as in moecomm.ops.moe
         if unknown:
             raise unexpected(self.moe, unknown)
         gated = (activation, activation_limit, activation_alpha, interleaved)
         given = layer_options.Options(*gated, max_rows, wire, num_sms, check_weights, fused, overflow, balance)
         request = layer_options.Request(given, number=number)
         others = {"out": out, "bias": bias, "dropped": dropped, "w13_bias": w13_bias, "w2_bias": w2_bias}
-        rounds = self.rounds
         while True:
             ids = topk_idx if rounds.ids is None and rounds.live is None else rounds.own_ids(topk_idx)
             try:
