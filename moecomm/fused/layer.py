@@ -173,7 +173,8 @@ def prepare(
         count.copy_(entries)
     of: dict[str, Any] = {"first_token": first_token, "copies": None if copies is None else copies.run}
     if form.runs_fused:
-        note_written("out", out)
+        if out is not None:
+            note_written("out", out)
         return Fused(
             rounds,
             x,

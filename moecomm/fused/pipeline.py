@@ -210,7 +210,7 @@ class Fused:
         self._w2 = w2 if isinstance(w2, tuple) else (w2, None)
         dtype, (_, _, inner) = self._w2[0].dtype, self._w2[0].shape
         self._activation, self._biases = activation, biases
-        epilogue = Epilogue(activation.name, any(bias is not None for bias in biases), weights.casts)
+        epilogue = Epilogue(activation.name, biases[0] is not None or biases[1] is not None, weights.casts)
         of_rank = rounds.settings, rounds.rank, rounds.device.index
         self._plan = layer_plan(*of_rank, dtype, inner, not interleaved, expected_rows, max_rows, epilogue)
         self._reduce = self._plan.reduce
@@ -270,9 +270,11 @@ class Fused:
         args.owners, args.num_rows = given.route.token_owner, given.num_rows
         args.descriptors = routed.plan.base + given.out_x
         self._kept.append(routed)
-        biases = [None if bias is None else bias.float() for bias in self._biases]
-        self._kept += biases
-        at_biases = (0 if bias is None else bias.data_ptr() for bias in biases)
+        at_biases = [0, 0]
+        for nth, bias in enumerate(self._biases):
+            if bias is not None:
+                self._kept.append(wide := bias.float())
+                at_biases[nth] = wide.data_ptr()
         first, second = self._gemms(given.tokens_per_expert, *at_biases)
         schedule, clusters, row_bytes = plan.schedule, plan.clusters, plan.inner * plan.dtype.itemsize
         at = plan.scratch
