@@ -16,7 +16,7 @@ from moecomm.base.placement import Placement, checked
 from moecomm.base.processes import memory_bytes
 from moecomm.base.protocol import MAX_HOST_RANKS
 from moecomm.base.validation import check_flag, check_integer
-from moecomm.errors import BadInput, MoecommError, RoundFailed
+from moecomm.errors import BadInput, PeerLost, RoundFailed, Timeout
 from moecomm.fused import forms
 from moecomm.gpu import limits
 from moecomm.membership import masking, placing
@@ -122,15 +122,19 @@ class Membership:
         """See Buffer.shrink.  Returns the rounds of the Buffer from now on."""
         check_flag("keep_ids", keep_ids)
         old = self._rounds
+        call = "shrink(keep_ids=True)" if keep_ids else "shrink()"
         with CollectiveCall(old, 0), span(old.flight.spans, "shrink"):
-            meeting = Meeting(old, "shrink(keep_ids=True)" if keep_ids else "shrink()")
-            with meeting.noted():
-                for found in meeting.attempts(group):
+            meeting = Meeting(old, call)
+            with last_calls.noted_beside(old, call):
+                if group is not None:
+                    return self._reopen(rendezvous(group), keep_ids, meeting)
+                meeting.require_member()
+                while True:
+                    survivors = meeting.survivors()
                     try:
-                        return self._reopen(found, keep_ids, meeting)
-                    except MoecommError as error:
-                        meeting.failed(error)
-        raise AssertionError("attempts end in an error")
+                        return self._reopen(survivors, keep_ids, meeting)
+                    except (PeerLost, Timeout) as error:
+                        meeting.suspect(error)
 
     def _reopen(self, group: Group, keep_ids: bool, meeting: Meeting) -> tuple[Rounds, Shrunk]:
         """Open a session of these ranks.  Collective."""
@@ -142,8 +146,9 @@ class Membership:
                 passed = ranks.all_gather(old.rank.to_bytes(4, "little"))
                 everybody = [int.from_bytes(data, "little") for data in passed]
             shrunk = Shrunk.of(everybody, old.num_ranks)
-            placement, ids = placing.left(ranks, old, shrunk.ranks), None
-            if placement is not None:
+            placement, ids = None, None
+            if old.placement is not None:
+                placement = placing.left(ranks, old, old.placement, shrunk.ranks)
                 experts = placement.ranks * placement.slots
             elif keep_ids:
                 ids = ids_of(old, shrunk.ranks)

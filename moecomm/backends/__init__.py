@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import TypeVar, cast
@@ -22,6 +23,7 @@ _ASKED_FOR = "asked for"
 _T = TypeVar("_T")
 
 
+@functools.cache
 def load(name: str) -> Backend:
     """Return the backend of that name."""
     if name not in NAMES:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 
 import torch
 
@@ -45,11 +46,11 @@ class GpuMasks:
         torch.cuda.synchronize(self._device)  # a graph may have been replayed on any stream
         return int.from_bytes(self._read(self._context.window.state), "little")
 
-    def begun(self, rank: int) -> str:
+    def begun(self) -> list[str]:
         """See Maskable."""
-        last_round = self.last_round()
-        offset = _native.leave_offset(self._context.window, self._context.shape.ranks, last_round, rank)
-        return failures.begun_op(self._read(offset, 8), last_round)
+        last_round, layout, ranks = self.last_round(), self._context.window, self._context.shape.ranks
+        at = map(partial(_native.leave_offset, layout, ranks, last_round), range(ranks))
+        return failures.begun_ops([self._read(offset, 8) for offset in at], last_round)
 
     def excluded(self) -> bool:
         """See Maskable."""

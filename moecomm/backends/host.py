@@ -11,6 +11,7 @@ import time
 from array import array
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 import torch
 
@@ -196,10 +197,11 @@ class HostSession:
     def last_round(self) -> int:
         return _native.host_round(self.context)
 
-    def begun(self, rank: int) -> str:
-        own, layout, last_round = self.context.rank, self.context.window, self.last_round()
-        offset = _native.leave_offset(layout, self.context.shape.ranks, last_round, rank)
-        return failures.begun_op(ctypes.string_at(self._peers.addresses[own] + offset, 8), last_round)
+    def begun(self) -> list[str]:
+        ranks, layout, last_round = self.context.shape.ranks, self.context.window, _native.host_round(self.context)
+        own = self._peers.addresses[self.context.rank]
+        at = map(partial(_native.leave_offset, layout, ranks, last_round), range(ranks))
+        return failures.begun_ops([ctypes.string_at(own + offset, 8) for offset in at], last_round)
 
     def excluded(self) -> bool:
         rank, layout = self.context.rank, self.context.window

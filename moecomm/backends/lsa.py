@@ -275,8 +275,8 @@ class LsaSession:
     def last_round(self) -> int:
         return self._masks.last_round()
 
-    def begun(self, rank: int) -> str:
-        return self._masks.begun(rank)
+    def begun(self) -> list[str]:
+        return self._masks.begun()
 
     def excluded(self) -> bool:
         return self._masks.excluded()

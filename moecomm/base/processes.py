@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import re
@@ -38,6 +39,7 @@ def _boot_and_namespace(kind: str) -> list[str]:
     return parts
 
 
+@functools.cache
 def memory_bytes() -> int:
     """Return the memory and swap of this machine."""
     with open("/proc/meminfo") as file:

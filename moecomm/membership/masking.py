@@ -114,7 +114,7 @@ class Masking(Meeting):
             Timeout: this rank wants to be taken in, and no other one answers.
             PeerLost, Timeout: there is no board over which ranks could agree any more.
         """
-        with self.noted():
+        with last_calls.noted_beside(self._rounds, self._call):
             return self._hold()
 
     def require_joined(self) -> None:
@@ -129,14 +129,13 @@ class Masking(Meeting):
     def _hold(self) -> Decision:
         rounds = self._rounds
         if not self._joins:
-            self._require_member()
+            self.require_member()
         while True:
             if self._joins:
                 rounds.attempts = max(rounds.attempts, self._newest())
-            with self._next() as board:
-                decision = self._decision(board)
-            if decision is None:
-                continue
+            decision = self._next()
+            if decision is None or (self._joins and decision.masks and rounds.rank not in decision.members):
+                continue  # the others have begun another agreement than that in which this rank wants to take part
             if set(self._joining) - set(decision.members):
                 self._where = last_calls.others(rounds)
             if rounds.rank not in decision.members:
@@ -150,13 +149,6 @@ class Masking(Meeting):
             self._named |= lost & self._missed
             self._missed |= lost
             self._suspects |= lost
-
-    def _decision(self, board: Board) -> Decision | None:
-        """Agree on who takes part; None: this rank wants to, and the others have begun another agreement."""
-        decision = self._decided(board)
-        if decision is None or (self._joins and decision.masks and self._rounds.rank not in decision.members):
-            return None
-        return decision
 
     def _coming(self) -> Coming:
         rounds, coming = self._rounds, super()._coming()

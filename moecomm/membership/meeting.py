@@ -10,20 +10,19 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
 from moecomm.base.experts import experts_of
 from moecomm.errors import BadInput, Closed, Excluded, Mismatch, MoecommError, PeerLost, Timeout
 from moecomm.membership.suspension import refuse_capture
-from moecomm.ranks import last_calls, messages
+from moecomm.ranks import messages
 from moecomm.ranks.board import Board, Part
 from moecomm.ranks.group import Group, Members
 from moecomm.ranks.messages import Coming, Decision, Disagreement
 from moecomm.ranks.opening import gather
 from moecomm.ranks.pages import Pages
-from moecomm.ranks.rendezvous import rendezvous
 from moecomm.rounds.expert_tables import ExpertIds
 from moecomm.rounds.rounds import Rounds
 
@@ -57,19 +56,20 @@ class Survivors:
 
     Args:
         rank, ranks, in_process: see Group.
-        board: makes its board, for a prefix.
+        origin: makes boards, for a prefix: those of the group that its ranks are left of, or parts of their pages.
+        prefix: of all its boards.
         timeout_s: how long a wait for a rank may take.
     """
 
     def __init__(
-        self, rank: int, ranks: int, in_process: bool, board: Callable[[str], Board], timeout_s: float
+        self, rank: int, ranks: int, in_process: bool, origin: Callable[[str], Board], prefix: str, timeout_s: float
     ) -> None:
         self.rank, self.ranks, self.in_process = rank, ranks, in_process
-        self._board, self._timeout_s = board, timeout_s
+        self.origin, self.prefix, self._timeout_s = origin, prefix, timeout_s
 
     def board(self, prefix: str = "") -> Board:
         """See Group."""
-        return self._board(prefix)
+        return self.origin(self.prefix + prefix)
 
     def global_ranks(self) -> list[int]:
         """Return none: the default group may have lost its store."""
@@ -104,44 +104,41 @@ class Meeting:
             raise Closed
         self._op = call.partition("(")[0]
         require_idle(rounds, self._op)
-        self._rounds, self._members, self._call = rounds, rounds.members, call
+        self._rounds, self._call = rounds, call
         self._timeout_s = rounds.members.timeout_s
         self._failure = failure = rounds.failure()
         self._suspects: set[int] = set()
         if isinstance(failure, (PeerLost, Timeout)) and failure.peer not in (-1, failure.rank):
             self._suspects.add(failure.peer)
         self.ranks: tuple[int, ...] = ()
+        group, pages = rounds.members.group, rounds.session.pages
+        self._origin: Callable[[str], Board] = group.board
+        self._prefix = f"shrink/{rounds.members.number}/"
+        if pages is not None:
+            self._origin, self._prefix = partial(Part, pages), ""
+        elif isinstance(group, Survivors):
+            self._origin, self._prefix = group.origin, group.prefix + self._prefix
 
-    def noted(self) -> AbstractContextManager[None]:
-        """Leave a note of this call for ranks that wait in another one."""
-        return last_calls.noted_beside(self._rounds, self._call)
+    def survivors(self) -> Survivors:
+        """Agree on the ranks that are left; each time on fewer of them.
 
-    def attempts(self, group: object = None) -> Iterator[Group]:
-        """Yield groups of the ranks that are left, each of fewer than the one before.
-
-        The caller opens each in turn until that does not fail because another rank is gone: see failed().
-
-        Args:
-            group: a group of these ranks, if the caller has one.  It is the only one.
+        The caller opens them in turn until that does not fail because another rank is gone: see suspect().
 
         Raises:
             Excluded: the others have decided to go on without this rank.
             Mismatch: another rank makes another call.
             PeerLost, Timeout: there is no board over which ranks could agree any more.
         """
-        if group is not None:
-            yield rendezvous(group)
-        self._require_member()
-        while True:
-            with self._next() as board:
-                self.ranks = self._agree(board)
-            if self._rounds.rank not in self.ranks:
-                raise self._excluded(self.ranks)
-            place, in_process = self.ranks.index(self._rounds.rank), self._members.group.in_process
-            make_board = partial(self._make_board, self._rounds.attempts)
-            yield Survivors(place, len(self.ranks), in_process, make_board, self._timeout_s)
+        rounds, decision = self._rounds, self._next()
+        assert decision is not None  # this rank waits for no other agreement
+        self.ranks = tuple(decision.members)
+        if rounds.rank not in self.ranks:
+            raise self._excluded(self.ranks)
+        place, in_process = self.ranks.index(rounds.rank), rounds.members.group.in_process
+        prefix = f"{self._prefix}{rounds.attempts}/"
+        return Survivors(place, len(self.ranks), in_process, self._origin, prefix, self._timeout_s)
 
-    def _require_member(self) -> None:
+    def require_member(self) -> None:
         """Raise Excluded, at once, if the others have gone on without this rank: it must decide nothing any more."""
         if isinstance(self._failure, Excluded):
             raise self._failure
@@ -162,21 +159,15 @@ class Meeting:
         text = f"rank {lost} is gone: its process has ended while the Buffer was opened again"
         return PeerLost(text, rank=place, peer=lost, phase="opening", op="shrink", round=0)
 
-    def failed(self, error: MoecommError) -> None:
-        """Mark the rank that a failed opening names as suspect.  Raise any other error."""
-        if not self.ranks or not isinstance(error, (PeerLost, Timeout)) or error.peer < 0:
+    def suspect(self, error: PeerLost | Timeout) -> None:
+        """Mark the rank that a failed opening names as suspect.  Raise an error that names none."""
+        if error.peer < 0:
             raise error
         self._suspects.add(self.ranks[error.peer])
 
-    def _make_board(self, attempt: int, prefix: str = "") -> Board:
-        pages = self._rounds.session.pages
-        if pages is not None:
-            return Part(pages, f"{attempt}/{prefix}")
-        return self._members.group.board(f"shrink/{self._members.number}/{attempt}/{prefix}")
-
     @contextmanager
     def _board(self, attempt: int) -> Iterator[Board]:
-        board = self._make_board(attempt)
+        board = self._origin(f"{self._prefix}{attempt}/")
         board.limit_s = self._timeout_s
         try:
             yield board
@@ -191,34 +182,29 @@ class Meeting:
         text = f"the ranks that are left can't agree, because the store of their group is lost ({error}); pass group="
         return kind(text, rank=self._rounds.rank, peer=-1, phase="agreement", op=self._op, round=0)
 
-    @contextmanager
-    def _next(self) -> Iterator[Board]:
-        """Make the first board of the next agreement.  If nothing is decided there, this rank's next call comes again.
+    def _next(self) -> Decision | None:
+        """Come to the next agreement; see _decided().  If nothing is decided there, this rank's next call comes again.
 
         So ranks that gave up, and those that made other calls meanwhile, meet at the next call.
         """
-        self._rounds.attempts += 2
-        if self._rounds.session.pages is not None:
-            self._forget(self._rounds.session.pages)
+        rounds = self._rounds
+        rounds.attempts += 2
+        if rounds.session.pages is not None:
+            self._forget(rounds.session.pages)
         try:
-            with self._board(self._rounds.attempts - 1) as board:
-                yield board
+            with self._board(rounds.attempts - 1) as board:
+                return self._decided(board)
         except Mismatch:  # is decided
             raise
         except BaseException:
-            with suppress(MoecommError), self._board(self._rounds.attempts - 1) as board:
-                board.limit_s = 0.0 if self._rounds.session.pages is None else self._timeout_s
-                board.erase([f"here/{self._rounds.rank}"])
-            self._rounds.attempts -= 2
+            with suppress(MoecommError), self._board(rounds.attempts - 1) as board:
+                board.limit_s = 0.0 if rounds.session.pages is None else self._timeout_s
+                board.erase([f"here/{rounds.rank}"])
+            rounds.attempts -= 2
             raise
 
-    def _agree(self, board: Board) -> tuple[int, ...]:
-        decision = self._decided(board)
-        assert decision is not None
-        return tuple(decision.members)
-
     def _decided(self, board: Board) -> Decision | None:
-        """Come to an agreement; return the decision that stands, or None if this rank is no part of it and _leaves().
+        """Agree over a board; return the decision that stands, or None if this rank is no part of it and _leaves().
 
         Raises:
             Mismatch: another rank makes another call.
@@ -259,12 +245,14 @@ class Meeting:
         gone = self._gone()
         there = sorted(said.keys() - gone - self._rounds.masked)
         for rank in there:
-            if _kind(said[rank].call) != _kind(said[there[0]].call):
+            calls = said[rank].call, said[there[0]].call
+            if calls[0] != calls[1] and _kind(calls[0]) != _kind(calls[1]):
                 return Disagreement([there[0], rank], said[there[0]].call, said[rank].call)
         wanted = _wanted(self._rounds, said)
         here = {rank: said[rank] for rank in sorted(said.keys() & wanted - gone)}
-        suspected = {rank for coming in here.values() for rank in coming.suspects} - here.keys()
-        missing = wanted - here.keys() - gone - (suspected if waited_s >= GRACE_S else set())
+        missing = wanted - here.keys() - gone
+        if missing and waited_s >= GRACE_S:
+            missing = missing.difference(*(coming.suspects for coming in here.values()))
         return None if missing and waited_s < self._timeout_s else _decision(self._call, here)
 
     def _forget(self, pages: Pages) -> None:
@@ -280,7 +268,7 @@ class Meeting:
             left = session.pages.left()
         else:  # ranks that are threads, or on several hosts: the round header of a rank that leaves says so
             with suppress(RuntimeError):  # the device does not answer
-                left = {rank for rank in range(self._rounds.num_ranks) if session.begun(rank) == "close"}
+                left = {rank for rank, op in enumerate(session.begun()) if op == "close"}
         return (left | session.dead_peers().keys()) - {self._rounds.rank}
 
 
@@ -304,7 +292,7 @@ def _wanted(rounds: Rounds, said: Mapping[int, Coming]) -> set[int]:
 def _decision(call: str, here: Mapping[int, Coming]) -> Decision:
     failed = {coming.failed for coming in here.values()}
     # A round may have begun after the last that has ended; no rank has seen the one after that.
-    last = max((coming.round for coming in here.values()), default=0)  # nobody is left if this rank has named itself
+    last = max([coming.round for coming in here.values()], default=0)  # nobody is left if this rank has named itself
     return Decision(call, list(here), last + 2, len(failed) == 1 and 0 not in failed)
 
 
@@ -322,7 +310,7 @@ def members_of(group: Group, old: Rounds, rounds: Rounds, number: int, timeout_s
         # Without such pages it is the store, which is kept: it may be in this process, and others may still read it.
         opened = weakref.proxy(rounds)  # which refers to its ranks itself
         board = lambda prefix: Part(pages, f"{opened.attempts}/{prefix}")  # noqa: E731
-        group = Survivors(group.rank, group.ranks, group.in_process, board, timeout_s)
+        group = Survivors(group.rank, group.ranks, group.in_process, board, "", timeout_s)
     return Members(group, number, timeout_s)
 
 

@@ -48,14 +48,17 @@ def _make_room(rounds: Rounds, placed: Placement) -> None:
         rounds.plans.clear()
 
 
-def left(ranks: Opening, rounds: Rounds, stay: Sequence[int]) -> Placement | None:
+def left(ranks: Opening, rounds: Rounds, placement: Placement, stay: Sequence[int]) -> Placement:
     """Return what ranks that are left hold, of the oldest placement that any of them has.  Collective.
 
     Experts whose ranks are all lost have no slot in it, nor has one whose weights a rank ahead may have replaced.
+
+    Args:
+        ranks: that are left.
+        rounds: of the Buffer so far.
+        placement: theirs.
+        stay: the numbers of `ranks` so far.
     """
-    placement = rounds.placement
-    if placement is None:
-        return None
     found = [int.from_bytes(data, "little") for data in ranks.all_gather(rounds.generation.to_bytes(8, "little"))]
     oldest = min(found)
     if max(found) == oldest:

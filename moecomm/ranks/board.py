@@ -30,8 +30,8 @@ class Board(Protocol):
 
     limit_s: float
 
-    def write(self, key: str, value: bytes) -> None:
-        """Set a value."""
+    def write(self, key: str, value: bytes, instead_of: str = "") -> None:
+        """Set a value, and remove another one that this rank has written; "": none."""
         ...
 
     def read(self, keys: Sequence[str]) -> list[bytes] | None:
@@ -87,8 +87,8 @@ class Part:
     def limit_s(self, limit_s: float) -> None:
         self._board.limit_s = limit_s
 
-    def write(self, key: str, value: bytes) -> None:
-        self._board.write(self._prefix + key, value)
+    def write(self, key: str, value: bytes, instead_of: str = "") -> None:
+        self._board.write(self._prefix + key, value, instead_of and self._prefix + instead_of)
 
     def read(self, keys: Sequence[str]) -> list[bytes] | None:
         return self._board.read([self._prefix + key for key in keys])
@@ -133,10 +133,12 @@ class LocalBoard:
     def __init__(self, shared: SharedValues, prefix: str) -> None:
         self._shared, self._prefix, self._seen = shared, prefix, -1
 
-    def write(self, key: str, value: bytes) -> None:
+    def write(self, key: str, value: bytes, instead_of: str = "") -> None:
         shared = self._shared
         with shared.changed:
             shared.values[self._prefix + key] = value
+            if instead_of:
+                shared.values.pop(self._prefix + instead_of, None)
             shared.version += 1
             shared.changed.notify_all()
 
@@ -208,8 +210,10 @@ class StoreBoard:
         except RuntimeError:  # out of memory, or of processes
             self._thread = None
 
-    def write(self, key: str, value: bytes) -> None:
+    def write(self, key: str, value: bytes, instead_of: str = "") -> None:
         self._call(self._store.set, self._prefix + key, value)
+        if instead_of:
+            self._call(self._store.delete_key, self._prefix + instead_of)
 
     def read(self, keys: Sequence[str]) -> list[bytes] | None:
         found: list[bytes] | None = self._call(_read, self._store, [self._prefix + key for key in keys])

@@ -125,7 +125,7 @@ def _elsewhere(rounds: _Rounds, in_rounds: bool) -> dict[int, str]:
     found: dict[int, str] = {}
     if in_rounds:
         with suppress(RuntimeError):  # the device does not answer
-            begun = {rank: op for rank in waited if (op := rounds.session.begun(rank))}
+            begun = {rank: op for rank, op in enumerate(rounds.session.begun()) if op and rank in waited}
             found = {rank: "has closed this Buffer" if op == "close" else f"is in {op}()" for rank, op in begun.items()}
     recent_s = max(_RECENT_S, 2 * members.timeout_s)
     if rounds.session.pages is not None:

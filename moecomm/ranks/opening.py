@@ -112,7 +112,8 @@ class Opening:
         self._attempt = self._step = 0
         self._decided = True  # there is no outcome yet that could be decided
         self._deaths = Deaths()
-        self._lookout = strays.Lookout(ranks.global_ranks())
+        self._global_ranks = ranks.global_ranks
+        self._lookout: strays.Lookout | None = None
 
     @property
     def number(self) -> int:
@@ -145,11 +146,11 @@ class Opening:
         if board is None:
             return
         if not self.in_process and strays.withdraw():
-            self._lookout = strays.Lookout([])
+            self._global_ranks = list  # those of the others may be withdrawn later
         while True:
             # Attempts are counted by rank: a late rank joins the attempt that its peers gave up, and fails too.
             self._attempt = self._ask(None, board.count, f"begun/{self.rank}")
-            if not self._is_over_for_us(self._outcome()):
+            if (stands := self._outcome()) in (None, _OPEN) or not self._is_over_for_us(stands):
                 break
             # Peers gave that attempt up because of a call of this process with a bad group, which has raised its error.
         self._decided = False
@@ -165,9 +166,7 @@ class Opening:
         missing = self._missing(self._keys("0"), None)
         return [rank for rank in range(self.ranks) if rank not in missing]
 
-    def _is_over_for_us(self, stands: bytes | None) -> bool:
-        if stands in (None, _OPEN):
-            return False
+    def _is_over_for_us(self, stands: bytes) -> bool:
         said = messages.unpack(stands, Failed)
         return said.rank == self.rank and said.stray
 
@@ -185,8 +184,6 @@ class Opening:
         first = self._step == 0
         mine = self._label() if first else b""
         everybody = self._exchange(str(self._step), self._identity() + mine + data if first else data)
-        if self._step > 0:  # all ranks are in this step, so all have read the previous one
-            self._ask(None, board.erase, [f"{self._attempt}/{self._step - 1}/{self.rank}"])
         self._step += 1
         if not first:
             return everybody
@@ -275,15 +272,17 @@ class Opening:
         board = self._board
         assert board is not None
         keys, outcome = self._keys(step), f"{self._attempt}/outcome"
-        left, waits = self.timeout_s, False
-        deadline = time.monotonic() + left
+        # All ranks have been in the previous step, so all have read the one before that.
+        read = f"{self._attempt}/{self._step - 2}/{self.rank}" if self._step > 1 else ""
+        left, waits, begun = self.timeout_s, False, time.monotonic()
+        deadline, next_look = begun + left, begun + min(left, _LOOK_S)
         while True:
             board.limit_s = left + _GRACE_S / 2
             try:
                 if waits:
                     board.wait(min(left, _LOOK_S))
                 else:
-                    board.write(keys[self.rank], mine)
+                    board.write(keys[self.rank], mine, read)
                 everybody, stands = board.read_or(keys, outcome)
             except (TimeoutError, ConnectionError, RuntimeError) as error:
                 raise self._board_failed(error) from error
@@ -295,10 +294,12 @@ class Opening:
                 raise self._announced(stands)
             if (gone := self._deaths.first()) is not None:
                 raise self._lost(gone)
-            self._raise_interruption()
+            if (now := time.monotonic()) >= next_look:
+                self._raise_interruption()
+                next_look = min(deadline, now + _LOOK_S)
             if step == "0" and self._call == "open":
                 self._look_for_strays(keys, deadline)
-            if (left := deadline - time.monotonic()) <= 0:
+            if (left := deadline - now) <= 0:
                 raise self._late(keys, deadline)
             waits = True
 
@@ -324,6 +325,8 @@ class Opening:
 
     def _look_for_strays(self, keys: list[str], deadline: float) -> None:
         """Raise for a rank that has not come because its group is bad."""
+        if self._lookout is None:
+            self._lookout = strays.Lookout(self._global_ranks())
         if not self._lookout.is_due():
             return
         if (found := self._lookout.find(self._missing(keys, deadline))) is not None:
@@ -347,8 +350,8 @@ class Opening:
 
     def _outcome(self) -> bytes | None:
         assert self._board is not None
-        found: list[bytes] | None = self._ask(None, self._board.read, [f"{self._attempt}/outcome"])
-        return None if found is None else found[0]
+        found: list[bytes | None] = self._ask(None, self._board.look, [f"{self._attempt}/outcome"])
+        return found[0]
 
     def _decide(self, error: MoecommError) -> bytes:
         """Decide the outcome, unless a peer has; return the outcome."""

@@ -75,9 +75,10 @@ class Pages:
             return ""
         return data.decode(errors="replace")
 
-    def write(self, key: str, value: bytes) -> None:
+    def write(self, key: str, value: bytes, instead_of: str = "") -> None:
         """See Board."""
         self._mine[key] = value
+        self._mine.pop(instead_of, None)
         self._publish()
 
     def read(self, keys: Sequence[str]) -> list[bytes] | None:

@@ -34,8 +34,8 @@ class Maskable(Protocol):
         """Return the number of the last round that has ended on this rank."""
         ...
 
-    def begun(self, rank: int) -> str:
-        """Return the operation of the round after the last one here if that rank has begun it; "": it has not."""
+    def begun(self) -> list[str]:
+        """Return, by rank, the operation of the round after the last one here if that rank has begun it, else ""."""
         ...
 
     def excluded(self) -> bool:

@@ -239,12 +239,12 @@ class Settings:
         """The experts that callers name.  With a placement `num_experts`, its slots, may be more or fewer."""
         return self.num_experts if self.placement is None else self.placement.num_experts
 
-    @property
+    @cached_property
     def balances(self) -> bool:
         """Return whether each round balances replicas, in a part of the heap (csrc/protocol/placement.h)."""
         return self.placement is not None and self.placement.choice == "balanced"
 
-    @property
+    @cached_property
     def is_multi_domain(self) -> bool:
         """Return whether there are several domains, in which few tokens travel directly and not in packets."""
         return self.domain_ranks not in (None, self.ranks)
@@ -304,15 +304,20 @@ class Settings:
 
     def local_experts(self, rank: int = 0) -> int:
         """Return the number of experts of a rank, as experts_of().  Rank 0 has the most."""
+        return self._local[rank]
+
+    @cached_property
+    def _local(self) -> tuple[int, ...]:
+        """local_experts() of each rank."""
         least, longer = divmod(self.num_experts, self.ranks)
-        return least + (rank < longer)
+        return (least + 1,) * longer + (least,) * (self.ranks - longer)
 
     @cached_property
     def held(self) -> tuple[int, ...]:
         """The number of experts of each rank: those of its slots that are not empty."""
         if self.placement is not None:
             return tuple(sum(expert != NONE for expert in one) for one in self.placement.held)
-        return tuple(map(self.local_experts, range(self.ranks)))
+        return self._local
 
     @cached_property
     def held_by_all(self) -> int:
@@ -322,8 +327,8 @@ class Settings:
     @cached_property
     def extremes(self) -> tuple[int, int]:
         """The rank with the most experts, and the one with the fewest of those that have any."""
-        some = [rank for rank, held in enumerate(self.held) if held] or [0]
-        return max(some, key=self.held.__getitem__), min(some, key=self.held.__getitem__)
+        some = list(filter(None, self.held)) or [self.held[0]]
+        return self.held.index(max(some)), self.held.index(min(some))
 
     def expected_tokens(self, tokens: int) -> int:
         """Return the tokens by which a rank that has so many chooses blocks and schedules.
@@ -343,7 +348,7 @@ class Settings:
 
     def worst_rows(self, layout: str, alignment: int = 1, max_rows: int | None = None, *, rank: int = 0) -> int:
         """The most rows a rank can receive in a dispatch of this layout; `max_rows`: see Buffer.dispatch."""
-        return self._worst_rows(layout, alignment, self.local_experts(rank), self.max_tokens, max_rows)
+        return self._worst_rows(layout, alignment, self._local[rank], self.max_tokens, max_rows)
 
     def _worst_rows(self, layout: str, alignment: int, local: int, max_tokens: int, max_rows: int | None = None) -> int:
         rows = self.ranks * max_tokens
@@ -356,7 +361,7 @@ class Settings:
     def round_bytes(self, layout: str, max_rows: int | None = None) -> int:
         """Window memory for the outputs of one round in the worst case: rows, and the tables of the handle."""
         row = self.hidden * self.dtype.itemsize + self.hidden // 32 + 64  # with scales, src and weights
-        tokens, local = self.ranks * self.max_tokens, self.local_experts()
+        tokens, local = self.ranks * self.max_tokens, self._local[0]
         return self.worst_rows(layout, 128, max_rows) * row + tokens * (16 * self.topk + 16) + 4 * local + (1 << 16)
 
     def capacity_rows(self, layout: str, alignment: int = 1, *, rank: int = 0) -> int:
@@ -367,7 +372,7 @@ class Settings:
         Rows go to slots that hold an expert.  A rank that has none makes room for one row, in `batched` for each slot,
         because kernels clamp a wrong row to the last one (row_inside in csrc/dispatch/place.cuh).
         """
-        local, held = self.local_experts(rank), self.held[rank]
+        local, held = self._local[rank], self.held[rank]
         groups = local if layout == "batched" else 1
         if held == 0:
             return groups
@@ -434,7 +439,7 @@ class Settings:
         rows = self._largest_rows
         arriving = self.hidden * self.dtype.itemsize
         tables = rows * (self._output_row_bytes - arriving) + self.max_tokens * self.tables_bytes
-        tables += 16 * self.local_experts() + (1 << 16)
+        tables += 16 * self._local[0] + (1 << 16)
         if self.verify_every:  # for each row hashes, and the tables of the round that says what was found
             domains = self.ranks // (self.domain_ranks or self.ranks)
             hashes = 2 if self.backend == "host" else hash_words(self.ranks, domains)
@@ -455,7 +460,7 @@ class Settings:
         wide = self.hidden * self.dtype.itemsize
         return max(wide, self.hidden + self.hidden // 16) + 12 + 12 * self.topk
 
-    @property
+    @cached_property
     def _wire_index(self) -> int:
         """The wire as ranks compare it: -1 for no word.  Arrays compare by element."""
         is_word = self.wire is None or isinstance(self.wire, str)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from moecomm import _native
@@ -63,11 +63,11 @@ def is_interrupt(error: BaseException) -> bool:
     return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
-def begun_op(word: bytes, last_round: int) -> str:
-    """Return the operation of a round header, by its first tagged word, if it is of the round after `last_round`."""
-    op, tag = word[0] & 0xF, word[4:8]  # RoundHeader::op
+def begun_ops(words: Iterable[bytes], last_round: int) -> list[str]:
+    """Return the operations of round headers, by their first tagged words; "": not of the round after `last_round`."""
     expected: bytes = _native.leave_words(last_round, _HEADER_WORDS)[4:8]
-    return _OPS[op] if tag == expected and op < len(_OPS) else ""
+    ops = dict(enumerate(_OPS))
+    return [ops.get(word[0] & 0xF, "") if word[4:8] == expected else "" for word in words]  # RoundHeader::op
 
 
 def fields(record: _native.FailureRecordView) -> dict[str, int | str]:

@@ -102,14 +102,9 @@ class Tallies:
             self._there.pop(self._gone.popleft()).add_to(self._past)
 
 
-_process = Tallies()
-
-
-def tally_for(owner: object, rank: int) -> Tally:
-    """Return a Tally of this process; see Tallies.open."""
-    return _process.open(owner, rank)
+tallies = Tallies()  # of this process
 
 
 def totals() -> Totals:
     """Return the sums over all Buffers that this process has opened."""
-    return _process.totals()
+    return tallies.totals()

@@ -120,8 +120,10 @@ class Board:
     def __init__(self, run: Run, rank: int) -> None:
         self._run, self._rank, self._sleeps = run, rank, 0
 
-    def write(self, key: str, value: bytes) -> None:
+    def write(self, key: str, value: bytes, instead_of: str = "") -> None:
         self._run.store(key, value)
+        if instead_of:
+            self._run.store(instead_of, None)
 
     def read(self, keys: list[str]) -> list[bytes] | None:
         found = [self._run.load(key) for key in keys]
@@ -183,7 +185,9 @@ class Clocks:
     def agree(self, run: Run, rank: int, ranks: int, suspects: set[int]) -> tuple[int, ...]:
         """Return the ranks that go on, as this one finds."""
         self._mine.run, self._mine.rank = run, rank
-        return Survivor(run, rank, ranks, suspects)._agree(Board(run, rank))  # type: ignore[arg-type]
+        decision = Survivor(run, rank, ranks, suspects)._decided(Board(run, rank))  # type: ignore[arg-type]
+        assert decision is not None
+        return tuple(decision.members)
 
     def open(self, run: Run, rank: int, ranks: int) -> list[bytes]:
         """Open something on all ranks; return what each has brought."""

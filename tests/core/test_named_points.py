@@ -31,8 +31,8 @@ from .test_membership import SIZES, die_in_a_round, sums, until_it_fails
 EXACT = 100  # exact rounds that the ranks that are left make
 TIMEOUT_S, SOON_S = FAR_S, ROOM_S  # no survivor waits for the deadline
 OPENING = [(Settings, "agree"), (backends, "open_session"), (Opening, "settle")]
-MEETING = [(Meeting, "_agree"), (Pages, "decide"), *OPENING, (Rounds, "retire")]
-MASKING = [(Masking, "_decision"), (HostSession, "resume"), (Masking, "_begin_anew"), (Masking, "_settle")]
+MEETING = [(Meeting, "_decided"), (Pages, "decide"), *OPENING, (Rounds, "retire")]
+MASKING = [(Masking, "_decided"), (HostSession, "resume"), (Masking, "_begin_anew"), (Masking, "_settle")]
 ROUND: list[tuple[Any, str]] = [(moecomm.Buffer, name) for name in ("dispatch_begin", "dispatch_end", "combine")]
 
 
