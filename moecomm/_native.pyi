@@ -304,16 +304,19 @@ class FailureRecordView:
 
 class Turn:
     """
-    One thread at a time in the calls of an object: see Call.
+    The threads in the calls of an object: see Call.
 
+    `shared`: several threads may be in calls at once.  Else one.
     `made`: rounds of its calls.  `failed`: calls that failed before their last round, and are counted.
     `uncounted`: calls that were refused, or have failed so and are yet to be counted.
-    `running`: a call that contains no other is under way.  `depth`: those under way that consist of others.
-    `closing`: the object closes when the call under way ends.
+    `running`: calls under way that contain no other.  `depth`: those that consist of others.
+    `several`: the call under way makes rounds whose number is not known ahead, and is yet to make the last of them.
+    `closing`: the object closes when the calls under way end.
     """
 
     closing: bool
-    def __init__(self) -> None: ...
+    several: bool
+    def __init__(self, shared: bool = False) -> None: ...
     def counted(self) -> None:
         """Note that one of the calls to be counted has been."""
     def miss(self) -> None:
@@ -321,7 +324,7 @@ class Turn:
     depth: typing.Final[int]
     failed: int
     made: int
-    running: typing.Final[bool]
+    running: typing.Final[int]
     uncounted: typing.Final[int]
 
 class Call:
@@ -335,13 +338,14 @@ class Call:
         `_refuse()`: raise the error of a call that is refused.
         `_begin_call(rounds, nested, note)`: begin a call that has the turn.  `nested`: another one consists of it.
         `_count_refused()`: count the calls that Turn.uncounted says.
-        `_interrupted(error)`: the call ends in an error and counts as failed.  If a signal handler has raised it, peers
-            do not know, and their waits are to end.  None: of an error that is not known, between two instructions.
+        `_raised()`: return the last error that a round has left behind, or None.
+        `_interrupted(error, note)`: the call ends in an error and counts as failed.  If a signal handler has raised it,
+            peers do not know, and their waits are to end.  None: of an error that is not known, between instructions.
         `_call_failed(error, missed, note)`: likewise, after that.  `missed`: it counts as failed.
         `_release()`: close the object.
     `rounds`: of the call.  An error before the last of them counts the call as failed, unless a call in it has.
     `note`: the owner gets it back.
-    `outer`: the call consists of other calls of the same thread.
+    `outer`: the call consists of other calls of the same thread.  Of a shared turn: one such call at a time.
     """
     def __init__(self, owner: typing.Any, rounds: int, note: object = None, outer: bool = False, /) -> None: ...
     def __enter__(self) -> None: ...
@@ -349,9 +353,9 @@ class Call:
 
 class AwaitedTurn:
     """
-    Context that takes a turn without a call, and waits for it.
+    Context that takes a turn without a call, and waits until no other thread has it.
 
-    `before`: called before the wait, if another thread has the turn.
+    `before`: called before the wait, if there is one.
     """
     def __enter__(self) -> None: ...
     def __exit__(self, kind: typing.Any, error: typing.Any, trace: typing.Any) -> None: ...

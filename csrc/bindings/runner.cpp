@@ -23,9 +23,9 @@ namespace {
 // Has a turn that nobody else has.
 class Taken {
   public:
-    explicit Taken(Turn& turn) : turn_(turn), taken_(turn.take()) {}
+    explicit Taken(Turn& turn) : turn_(turn), thread_(PyThread_get_thread_ident()), taken_(turn.take()) {}
     ~Taken() {
-        if (taken_) turn_.give_back();
+        if (taken_) turn_.give_back(thread_);
     }
     Taken(const Taken&) = delete;
     Taken& operator=(const Taken&) = delete;
@@ -33,6 +33,7 @@ class Taken {
 
   private:
     Turn& turn_;
+    const unsigned long thread_;
     const bool taken_;
 };
 

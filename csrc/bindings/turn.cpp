@@ -22,15 +22,16 @@ py::object name(const char* text) { return py::reinterpret_steal<py::object>(PyU
 // Methods of the owner of a turn.
 struct Methods {
     const py::object turn = name("turn"), begin_call = name("_begin_call"), call_failed = name("_call_failed"),
-                     count_refused = name("_count_refused"), interrupted = name("_interrupted"), refuse = name("_refuse"),
-                     release = name("_release");
+                     count_refused = name("_count_refused"), interrupted = name("_interrupted"), raised = name("_raised"),
+                     refuse = name("_refuse"), release = name("_release");
 };
 
 template <class... Arguments>
-void call_method(const py::object& owner, const py::object& method, Arguments... given) {
+py::object call_method(const py::object& owner, const py::object& method, Arguments... given) {
     PyObject* const arguments[] = {owner.ptr(), given...};
-    if (!py::reinterpret_steal<py::object>(PyObject_VectorcallMethod(method.ptr(), arguments, sizeof...(given) + 1, nullptr)))
-        throw py::error_already_set();
+    auto found = py::reinterpret_steal<py::object>(PyObject_VectorcallMethod(method.ptr(), arguments, sizeof...(given) + 1, nullptr));
+    if (!found) throw py::error_already_set();
+    return found;
 }
 
 PyObject* boolean(bool value) { return value ? Py_True : Py_False; }
@@ -51,29 +52,28 @@ class Call {
         if (!held_) return;  // else nobody has called exit(): the frame has ended between two instructions
         const py::error_scope propagating;
         miss(Py_None);
-        give_back();
+        end_quietly();
     }
 
     void enter() {
+        thread_ = PyThread_get_thread_ident();
         if (!turn_->take()) refuse();
-        if (turn_->running) {
-            turn_->give_back();
+        if (turn_->shared ? outer_ && turn_->depth > 0 : turn_->running > 0) {
+            turn_->give_back(thread_);
             refuse();
         }
         const bool nested = turn_->depth > 0;
-        if (outer_)
-            ++turn_->depth;
-        else
-            turn_->running = true;
+        ++(outer_ ? turn_->depth : turn_->running);
         held_ = true;
         until_ = turn_->made + count_;
         failed_ = turn_->failed;
+        several_ = std::exchange(turn_->several, false) && nested;
         try {
             if (turn_->uncounted > 0 && !nested) call_method(owner_, methods_.count_refused);
             call_method(owner_, methods_.begin_call, rounds_.ptr(), boolean(nested), note_.ptr());
         } catch (py::error_already_set& error) {
             miss(error.value().ptr());
-            give_back();
+            end_quietly();
             throw;
         }
     }
@@ -83,19 +83,16 @@ class Call {
         if (!held_) return;
         try {
             if (error != nullptr) {
-                if (missed()) call_method(owner_, methods_.interrupted, error);
-                call_method(owner_, methods_.call_failed, error, boolean(missed()), note_.ptr());
-            }
-            if (turn_->closing && !outer_) {
-                turn_->running = false;
-                call_method(owner_, methods_.release);
+                const bool missing = missed(error);
+                if (missing) call_method(owner_, methods_.interrupted, error, note_.ptr());
+                call_method(owner_, methods_.call_failed, error, boolean(missing && turn_->failed == failed_), note_.ptr());
             }
         } catch (py::error_already_set&) {  // a signal handler's, too
-            if (error != nullptr) miss(error);
-            give_back();
+            miss(error);
+            end_quietly();
             throw;
         }
-        give_back();
+        end();
     }
 
   private:
@@ -106,22 +103,40 @@ class Call {
     }
     // Note a call that ends without _call_failed(), if it counts as failed, and end the waits of its peers.
     void miss(PyObject* error) {
-        if (!missed()) return;
-        ++turn_->uncounted;
         try {
-            call_method(owner_, methods_.interrupted, error);
+            if (!missed(error)) return;
+            ++turn_->uncounted;
+            call_method(owner_, methods_.interrupted, error, note_.ptr());
         } catch (py::error_already_set&) {  // another error is on its way
         }
     }
-    // True if the call has not made all its rounds, and neither it nor a call in it has been counted.
-    bool missed() const { return turn_->made < until_ && turn_->failed == failed_; }
-    void give_back() {
+    // True if the call has not made all its rounds, and neither it nor a call in it has been counted.  Where it makes
+    // nobody knows how many, an error that a round has left behind ends it on every rank.
+    bool missed(PyObject* error) const {
+        if (turn_->failed != failed_) return false;
+        if (turn_->made < until_) return true;
+        return turn_->several && (error == Py_None || call_method(owner_, methods_.raised).ptr() != error);
+    }
+    // Give the turn back.  The object closes first, if it is to and no other call is under way.
+    void end() {
         held_ = false;
-        if (outer_)
-            --turn_->depth;
-        else
-            turn_->running = false;
-        turn_->give_back();
+        --(outer_ ? turn_->depth : turn_->running);
+        turn_->several = several_;
+        try {
+            if (turn_->closing && turn_->ends(outer_)) call_method(owner_, methods_.release);
+        } catch (py::error_already_set&) {
+            turn_->give_back(thread_);
+            throw;
+        }
+        turn_->give_back(thread_);
+    }
+    // end(), while another error is on its way.
+    void end_quietly() {
+        try {
+            end();
+        } catch (py::error_already_set& error) {
+            error.discard_as_unraisable("the end of a call");
+        }
     }
 
     const Methods& methods_;
@@ -129,7 +144,8 @@ class Call {
     const bool outer_;
     std::shared_ptr<Turn> turn_;
     i64 count_, until_ = 0, failed_ = 0;
-    bool held_ = false;
+    unsigned long thread_ = 0;
+    bool held_ = false, several_ = false;  // several_: Turn::several of the call that this one is part of
 };
 
 // The type of Call in Python.  One of pybind11 would take longer to make, enter and leave than all that a call does in between.
@@ -224,13 +240,14 @@ ends the block or its frame, an exception of a signal handler between any two in
     `_refuse()`: raise the error of a call that is refused.
     `_begin_call(rounds, nested, note)`: begin a call that has the turn.  `nested`: another one consists of it.
     `_count_refused()`: count the calls that Turn.uncounted says.
-    `_interrupted(error)`: the call ends in an error and counts as failed.  If a signal handler has raised it, peers
-        do not know, and their waits are to end.  None: of an error that is not known, between two instructions.
+    `_raised()`: return the last error that a round has left behind, or None.
+    `_interrupted(error, note)`: the call ends in an error and counts as failed.  If a signal handler has raised it,
+        peers do not know, and their waits are to end.  None: of an error that is not known, between instructions.
     `_call_failed(error, missed, note)`: likewise, after that.  `missed`: it counts as failed.
     `_release()`: close the object.
 `rounds`: of the call.  An error before the last of them counts the call as failed, unless a call in it has.
 `note`: the owner gets it back.
-`outer`: the call consists of other calls of the same thread.)";
+`outer`: the call consists of other calls of the same thread.  Of a shared turn: one such call at a time.)";
 
 void bind_call(py::module_& m) {
     static PyType_Slot slots[] = {
@@ -257,46 +274,51 @@ class Awaited {
     ~Awaited() { exit(); }
 
     void enter() {
-        if (!turn_->take()) {
+        if (!turn_->take_alone()) {
             before_();
             const py::object sleep = py::module_::import("time").attr("sleep");
-            while (!turn_->take()) sleep(kPollS);  // signal handlers run meanwhile
+            while (!turn_->take_alone()) sleep(kPollS);  // signal handlers run meanwhile
         }
+        thread_ = PyThread_get_thread_ident();
         held_ = true;
     }
     void exit() {
-        if (std::exchange(held_, false)) turn_->give_back();
+        if (std::exchange(held_, false)) turn_->give_back(thread_);
     }
 
   private:
     const std::shared_ptr<Turn> turn_;
     const py::object before_;
+    unsigned long thread_ = 0;
     bool held_ = false;
 };
 
 }  // namespace
 
 void bind_turn(py::module_& m) {
-    py::class_<Turn, std::shared_ptr<Turn>>(m, "Turn", R"(One thread at a time in the calls of an object: see Call.
+    py::class_<Turn, std::shared_ptr<Turn>>(m, "Turn", R"(The threads in the calls of an object: see Call.
 
+`shared`: several threads may be in calls at once.  Else one.
 `made`: rounds of its calls.  `failed`: calls that failed before their last round, and are counted.
 `uncounted`: calls that were refused, or have failed so and are yet to be counted.
-`running`: a call that contains no other is under way.  `depth`: those under way that consist of others.
-`closing`: the object closes when the call under way ends.)")
-        .def(py::init<>())
+`running`: calls under way that contain no other.  `depth`: those that consist of others.
+`several`: the call under way makes rounds whose number is not known ahead, and is yet to make the last of them.
+`closing`: the object closes when the calls under way end.)")
+        .def(py::init<bool>(), py::arg("shared") = false)
         .def_readonly("running", &Turn::running)
         .def_readonly("depth", &Turn::depth)
         .def_readonly("uncounted", &Turn::uncounted)
         .def_readwrite("closing", &Turn::closing)
+        .def_readwrite("several", &Turn::several)
         .def_readwrite("made", &Turn::made)
         .def_readwrite("failed", &Turn::failed)
         .def(
             "miss", [](Turn& turn) { ++turn.uncounted; }, "Note a call to be counted.")
         .def("counted", [](Turn& turn) { --turn.uncounted; }, "Note that one of the calls to be counted has been.");
     bind_call(m);
-    py::class_<Awaited>(m, "AwaitedTurn", R"(Context that takes a turn without a call, and waits for it.
+    py::class_<Awaited>(m, "AwaitedTurn", R"(Context that takes a turn without a call, and waits until no other thread has it.
 
-`before`: called before the wait, if another thread has the turn.)")
+`before`: called before the wait, if there is one.)")
         .def(py::init<std::shared_ptr<Turn>, py::object>(), py::arg("turn"), py::arg("before"))
         .def("__enter__", &Awaited::enter)
         .def(

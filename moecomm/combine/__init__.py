@@ -19,7 +19,7 @@ from moecomm.dispatch.arguments import check_handle
 from moecomm.errors import BadInput
 from moecomm.rounds.plans import check_hashable
 from moecomm.rounds.rounds import Rounds
-from moecomm.rounds.state import SeveralRounds, collective
+from moecomm.rounds.state import collective, several_rounds
 from moecomm.routed import ChunkedHandle, Handle, has_arrived
 
 __all__ = [
@@ -187,8 +187,7 @@ def _combine_chunks(
         return _round(rounds, prepare(rounds, part, y, handle, None, bias, weight_grads, topk_weights))
 
     part = request._replace(call="combine", layer=0, gradients=False)
-    with SeveralRounds(rounds):
-        found = chunks.combine(given, handle, rounds.topk, one)
+    found = several_rounds(rounds, lambda: chunks.combine(given, handle, rounds.topk, one))
     if out is not None:
         note_written("out", out)
     if given.back is None:

@@ -21,7 +21,7 @@ from moecomm.dispatch.plan import Plan
 from moecomm.errors import BadInput, TooManyRows
 from moecomm.gpu import quantize_rows
 from moecomm.rounds.rounds import Rounds
-from moecomm.rounds.state import SeveralRounds, collective
+from moecomm.rounds.state import collective, several_rounds
 from moecomm.routed import BEGIN, END, ChunkedHandle, Handle, Routed
 
 __all__ = [
@@ -381,8 +381,7 @@ def _dispatch_in_chunks(
         how: dict[str, Any] = {"sync": True, "first_token": tokens.start, "payload": payload}
         return _round(rounds, prepare(rounds, small, x, ids, weights, scales, **how))
 
-    with SeveralRounds(rounds):
-        routed = chunks.dispatch(rounds, options, len(given.x), one)
+    routed = several_rounds(rounds, lambda: chunks.dispatch(rounds, options, len(given.x), one))
     routed.back, routed.sync, routed.form = given.back, True, payload
     return routed
 
@@ -406,8 +405,7 @@ def _repeat_in_chunks(
         how: dict[str, Any] = {"sync": sync, "payload": of_payload[0], "global_scale": of_payload[1]}
         return _round(rounds, prepare(rounds, Request(options), x, scales=scales, handle=handle, **how))
 
-    with SeveralRounds(rounds):
-        routed = chunks.repeat(options, given.x, given.scales, handle, one)
+    routed = several_rounds(rounds, lambda: chunks.repeat(options, given.x, given.scales, handle, one))
     routed.back, routed.form = given.back, packed.payload
     return routed
 

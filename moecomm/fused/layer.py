@@ -32,7 +32,7 @@ from moecomm.fused.options import Options, Request
 from moecomm.fused.pipeline import DispatchCall, Fused, Pipeline, Unfused
 from moecomm.fused.weight_format import WeightFormat, parts
 from moecomm.rounds.rounds import Rounds
-from moecomm.rounds.state import SeveralRounds, collective
+from moecomm.rounds.state import collective, several_rounds
 from moecomm.routed import Routed
 
 _ALIASES = {"one launch": True, "one after the other": False}
@@ -87,9 +87,11 @@ def moe(
         part = prepare(rounds, request, x[tokens], ids[tokens], some, *experts, bias=more, first_token=tokens.start)
         return _finish(rounds, part, pipeline.start(rounds, part), waits)
 
-    with SeveralRounds(rounds):
+    def parts() -> None:
         for tokens, part in in_parts(len(x), rounds.max_tokens, of):
             found[tokens] = part
+
+    several_rounds(rounds, parts)
     return out if out is not None else found if back is None else back(found)
 
 

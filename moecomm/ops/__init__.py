@@ -71,7 +71,7 @@ from moecomm.ops.handles import Handle, deep_copied
 from moecomm.rounds import names
 from moecomm.rounds.rounds import Rounds
 from moecomm.rounds.signature import LAYERS
-from moecomm.rounds.state import SeveralRounds
+from moecomm.rounds.state import several_rounds
 
 __all__ = ["ChunkedHandle", "Dispatched", "Handle", "combine", "dispatch", "dispatch_again", "moe", "slot_weights"]
 
@@ -239,8 +239,8 @@ def dispatch(
         return _dispatched(waiting(*whole))
     # Outside of the block, no traceback holds the memory of that round.
     some = partial(waiting, alignment=1)
-    with SeveralRounds(owner):
-        return _dispatched(chunks.dispatch(name, layout, expert_alignment, (x, topk_idx, weights), some))
+    given = x, topk_idx, weights
+    return _dispatched(several_rounds(owner, lambda: chunks.dispatch(name, layout, expert_alignment, given, some)))
 
 
 @counted("handle", 1)
@@ -258,8 +258,8 @@ def dispatch_again(x: torch.Tensor, handle: Handle | ChunkedHandle) -> torch.Ten
         As Buffer.dispatch; also BadInput for a handle that is not a moecomm.ops.Handle.
     """
     if isinstance(handle, chunks.ChunkedHandle):
-        with SeveralRounds(names.find(handle.buffer)):
-            return chunks.dispatch_again(as_tensor("x", x)[0], handle, dispatch_again)
+        x, owner = as_tensor("x", x)[0], names.find(handle.buffer)
+        return several_rounds(owner, lambda: chunks.dispatch_again(x, handle, dispatch_again))
     _check_handle(handle)
     x = as_tensor("x", x)[0]
     check_same_device(x=x, handle=handle.memory, graph=handle.graph)
@@ -323,8 +323,8 @@ def combine(
         check_name("grad_wire", grad_wire, GRAD_WIRES)
     if isinstance(handle, chunks.ChunkedHandle):
         how: dict[str, Any] = {"weighted": weighted, "wire": wire, "grad_wire": grad_wire}
-        with SeveralRounds(names.find(handle.buffer)):
-            return chunks.combine(as_tensor("y", y)[0], handle, partial(combine, **how))
+        y, owner = as_tensor("y", y)[0], names.find(handle.buffer)
+        return several_rounds(owner, lambda: chunks.combine(y, handle, partial(combine, **how)))
     _check_handle(handle)
     check_flag("weighted", weighted)
     row_weights = handle.row_weights if weighted else None

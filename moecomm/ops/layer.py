@@ -29,7 +29,7 @@ from moecomm.ops import rounds, slots, swiglu
 from moecomm.ops.grouped import grouped_linear, grouped_outer
 from moecomm.ops.operator import operator
 from moecomm.rounds import names
-from moecomm.rounds.state import CollectiveCall, SeveralRounds
+from moecomm.rounds.state import CollectiveCall, several_rounds
 
 _ROWS = ("expert", 1)  # layout, expert_alignment
 _BACKWARD = "backward of moe"
@@ -168,8 +168,7 @@ def moe_backward(
         except TooManyRows:
             if not waits:
                 raise
-        with SeveralRounds(owner):
-            return _joined(found for _, found in in_parts(len(x), owner.max_tokens, part))
+        return several_rounds(owner, lambda: _joined(found for _, found in in_parts(len(x), owner.max_tokens, part)))
 
 
 def _joined(parts: Iterable[_Gradients]) -> _Gradients:

@@ -93,13 +93,10 @@ class Collectives:
 
     def _run(self, collective: Callable[..., Any], to: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
         """Run a collective on flat tensors, unless they are empty; return its result.  Raises as a call of a Window."""
-        self._window._enter()
-        try:
+        with self._window._call():
             if to.numel():
                 collective(*(_numbers(of) for of in (to, *given)), group=self._group)
                 self.used = True
-        finally:
-            self._window._opened.gate.leave()
         return to
 
 
@@ -211,8 +208,7 @@ class Copies:
                 for of, to in zip(given, out, strict=True):
                     to.view(of.shape).copy_(of)
                 return out if parted is None else parted(out[0])
-            window._enter_barriers()
-            try:
+            with window._barriers():
                 for of, to in zip(given, published, strict=True):
                     to.copy_(of)
                 come = calls.barrier()
@@ -220,8 +216,7 @@ class Copies:
                     out[nth][rank].copy_(of)
                 if not (come and calls.barrier()):
                     window._raise_failure()
-            finally:
-                window._leave_barriers()
+                window.turn.made += 1
             return out if parted is None else parted(out[0])
 
         return run

@@ -314,8 +314,7 @@ class GpuExecutor(Operators):
     def _launch(self, kernel: plain_kernel.PlainKernel, blocks: int, args: ctypes.Structure) -> None:
         """Enqueue on the current stream.  Raises Closed, or the error of an earlier wait that has failed."""
         device, window = self._device.index, self._window
-        window._enter()
-        try:
+        with window._call():
             if _native.cuda_context() == 0:  # autograd's threads may have none yet
                 cuda_driver.bind_thread(device)
             if torch.cuda.current_device() == device:
@@ -323,8 +322,6 @@ class GpuExecutor(Operators):
                 return
             with torch.cuda.device(device):
                 plain_kernel.enqueue(device, kernel, blocks, args, overlap=True)
-        finally:
-            window._opened.gate.leave()
 
 
 def _multiprocessors(device: torch.device) -> int:

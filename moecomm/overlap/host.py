@@ -10,12 +10,12 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
 
-from moecomm.errors import BadInput, Mismatch, MoecommError
+from moecomm import _native
+from moecomm.errors import BadInput, Mismatch
 from moecomm.fused.fp8 import Fp8, widen
 from moecomm.overlap import agreement
 from moecomm.overlap.local import bag_sums, check_bags, multiply, sum_in_order, wide_weights
@@ -56,7 +56,8 @@ class HostExecutor(Operators):
             mine = x if isinstance(x, Fp8) else (x,)
             y, wide = mine[0].new_empty(call.result, dtype=call.dtype), wide_weights(w)
             gathered = [of.new_empty((ranks, *of.shape)) for of in mine] if gather else []
-            with this as half:
+            with this.call():
+                half = this.begin()
                 for to, of in zip(published[half][rank], mine, strict=True):
                     to.copy_(of)
                 this.signal_all()
@@ -69,6 +70,7 @@ class HostExecutor(Operators):
                         for to, of in zip(gathered, piece, strict=False):
                             to[peer] = of
                     come = this.arrived()
+                this.end()
             if not gather:
                 return y, None
             whole = [of.flatten(0, 1) for of in gathered]
@@ -81,11 +83,14 @@ class HostExecutor(Operators):
         this = HostRound(self.rounds, call, call.bytes_of("M", "N"))
 
         def run(x: Matrix, w: Matrix) -> torch.Tensor:
-            with this as half:
+            with this.call():
+                half = this.begin()
                 views[half][self._rank].copy_(multiply(x, wide_weights(w), call.dtype))
                 this.signal_all()
                 this.arrived(all_of_them=True)
-                return sum_in_order(views[half])
+                found = sum_in_order(views[half])
+                this.end()
+            return found
 
         return run
 
@@ -105,14 +110,16 @@ class HostExecutor(Operators):
 
             Parts for peers come first, in rotation, so that peers can go on.
             """
-            with this as half:
+            with this.call():
+                half = this.begin()
                 mine = published[half][self._rank]
                 for peer in (*rotation, self._rank):
                     mine[peer] = parts[peer] if wide is None else multiply(parts[peer], wide, call.dtype)
                     if peer != self._rank:
                         signal(peer, self._rank, 1)
                 this.arrived(all_of_them=True)
-                return arriving[half]
+                this.end()
+            return arriving[half]
 
         return getattr(self, f"_{call.operator}")(call, send)  # type: ignore[no-any-return]
 
@@ -162,7 +169,7 @@ class HostRounds:
         self.window, self.numbers, self.rank, self.num_ranks = window, numbers, window.rank, window.num_ranks
         if window.num_signals < self.num_ranks:
             raise BadInput("signals", window.num_signals, f"at least {self.num_ranks}, one for each rank")
-        self.handle, self.gate = window._opened.handle, window._opened.gate
+        self.handle = window._opened.handle
         self.half_bytes = half_bytes(window.nbytes)
         self._memory = [window.peer(rank) for rank in range(self.num_ranks)]
         self.headers: list[list[Any]] = [  # by half and rank
@@ -187,9 +194,9 @@ class HostRounds:
 
 
 class HostRound:
-    """The rounds of a plan, each a context that gives its half of the memory; one at a time.
+    """The rounds of a plan; one at a time, in a call() from begin() to end().
 
-    An error in it, but for those of all ranks, ends the waits of all ranks.
+    An error in a call, but for those of all ranks, ends the waits of all ranks.
 
     Args:
         rounds: of this rank.
@@ -202,30 +209,30 @@ class HostRound:
         self._header = agreement.header(sizes)
         self._peers = [(rounds.rank + step) % rounds.num_ranks for step in range(1, rounds.num_ranks)]
 
-    def __enter__(self) -> int:
-        """Begin a round.
+    def call(self) -> _native.Call:
+        """Return the context of a round.
 
-        Raises:
+        Raises, at its begin:
             BadInput: there is no room.
             Closed, Timeout, PeerLost, Aborted: the Window is closed, or has failed.
         """
-        rounds, numbers = self._rounds, self._rounds.numbers
+        rounds = self._rounds
         if self._nbytes > rounds.half_bytes:
             need = 2 * -(-(self._nbytes + agreement.BYTES) // _UNIT) * _UNIT
             raise BadInput("nbytes", rounds.window.nbytes, f"at least {need} for this {self._sizes.operator}")
-        rounds.window._enter()
-        try:
-            numbers.made += 1
-            half = numbers.made % 2
-            self._header[agreement.FAILED], self._header[agreement.OF] = numbers.failed, numbers.of
-            self._headers = rounds.headers[half]
-            self._headers[rounds.rank][:] = self._header
-            self._pending = [*self._peers]
-            self._errors: list[tuple[int, Mismatch]] = []
-            return half
-        except BaseException:
-            rounds.gate.leave()
-            raise
+        return rounds.window._call(1)
+
+    def begin(self) -> int:
+        """Number the round; return its half of the memory."""
+        rounds, numbers = self._rounds, self._rounds.numbers
+        numbers.made += 1
+        half = numbers.made % 2
+        self._header[agreement.FAILED], self._header[agreement.OF] = numbers.failed, numbers.of
+        self._headers = rounds.headers[half]
+        self._headers[rounds.rank][:] = self._header
+        self._pending = [*self._peers]
+        self._errors: list[tuple[int, Mismatch]] = []
+        return half
 
     def signal_all(self) -> None:
         """Tell all peers that everything they read is published."""
@@ -270,14 +277,9 @@ class HostRound:
             raise min(errors, key=lambda found: found[0])[1]
         return found
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if error is not None and not isinstance(error, MoecommError):
-                self._rounds.window.abort()  # peers would wait for what this rank does not publish
-        finally:
-            self._rounds.gate.leave()
+    def end(self) -> None:
+        """End the round: peers have all that they wait for, and this rank has theirs."""
+        self._rounds.window.turn.made += 1
 
 
 def half_bytes(nbytes: int) -> int:

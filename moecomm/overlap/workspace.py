@@ -160,7 +160,7 @@ class Workspace(Bound):
             self.turn.failed += 1
             self.turn.counted()
 
-    def _interrupted(self, error: BaseException | None) -> None:
+    def _interrupted(self, error: BaseException | None, of: int) -> None:
         """See _native.Call."""
         if self.window.num_ranks > 1 and (error is None or is_interrupt(error)):
             self.window.abort()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, TypeVar, cast
 
+from moecomm import _native
 from moecomm.rounds.state import RoundState
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -20,11 +20,19 @@ class CallCount:
     A call that fails on this rank before its round counts in every Buffer, also in those opened later, because it is
     not known in which one its peers wait.  Then the next round in any of them ends in OutOfStep on every rank,
     unless the call failed on all.
+
+    Attributes:
+        turn: of its calls, which several threads may make at once.
     """
 
     def __init__(self) -> None:
         self._states: list[weakref.ref[RoundState]] = []
-        self.failed = 0
+        self.turn = _native.Turn(shared=True)
+
+    @property
+    def failed(self) -> int:
+        """The calls that have been counted."""
+        return self.turn.failed
 
     def add(self, state: RoundState) -> None:
         """Add a Buffer that has just been opened."""
@@ -36,38 +44,41 @@ class CallCount:
         """Return the progress of all Buffers, for count_failure()."""
         return self.failed, {b: b.turn.made + b.turn.failed for ref in self._states if (b := ref()) is not None}
 
-    def count_failure(self, marks: Marks, error: BaseException | None = None) -> None:
+    def count_failure(self, marks: Marks, error: BaseException | None) -> None:
         """Count a call that has failed, unless it has made a round since, or a call of a Buffer in it has counted.
 
-        `error`: with which it has failed.
+        `error`: with which it has failed; None: not known.
         """
         failed, before = marks
         _, now = self.marks()
         if self.failed != failed or any(now[buffer] != before.get(buffer, failed) for buffer in now):
             return
-        self.failed += 1
+        self.turn.failed += 1
         for buffer in now:
-            if error is not None:
-                buffer._interrupted(error)
+            buffer._interrupted(error)
             buffer.count_failed()
 
+    def _begin_call(self, rounds: int, nested: bool, marks: Marks) -> None:
+        """See _native.Call."""
 
-class CountedCall:
-    """Context of a call that makes one round.  Counts the call if it fails before that."""
+    def _count_refused(self) -> None:
+        """See _native.Call.  Calls are counted when they end."""
+        while self.turn.uncounted > 0:
+            self.turn.counted()
 
-    __slots__ = ("_count", "_marks")
+    def _interrupted(self, error: BaseException | None, marks: Marks) -> None:
+        """See _native.Call."""
+        if error is None:  # else _call_failed() follows
+            self.count_failure(marks, error)
 
-    def __init__(self, count: CallCount) -> None:
-        self._count = count
+    def _call_failed(self, error: BaseException, missed: bool, marks: Marks) -> None:
+        """See _native.Call."""
+        self.count_failure(marks, error)
 
-    def __enter__(self) -> None:
-        self._marks = self._count.marks()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None:
-            self._count.count_failure(self._marks, error)
+def CountedCall(count: CallCount) -> _native.Call:
+    """Return the context of a call that makes one round.  Counts the call if it fails before that."""
+    return _native.Call(count, 1, count.marks())
 
 
 def counted(of: Callable[[Any], CallCount]) -> Callable[[_Method], _Method]:
@@ -76,13 +87,8 @@ def counted(of: Callable[[Any], CallCount]) -> Callable[[_Method], _Method]:
     def decorate(method: _Method) -> _Method:
         @functools.wraps(method)
         def call(self: Any, *args: Any, **named: Any) -> Any:
-            count = of(self)
-            marks = count.marks()
-            try:
+            with CountedCall(of(self)):
                 return method(self, *args, **named)
-            except BaseException as error:
-                count.count_failure(marks, error)
-                raise
 
         return cast("_Method", call)
 

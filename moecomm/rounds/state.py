@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, NoReturn, TypeVar, cast
 
 from moecomm import _native
@@ -30,6 +29,7 @@ from moecomm.rounds.flight import Failure, FlightRecorder, shown
 from moecomm.rounds.spans import span
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_Result = TypeVar("_Result")
 _Call = _native.Call
 
 NOT_TRACED = (
@@ -73,7 +73,7 @@ class RoundState:
             self._before = self.flight.rounds
         self.plain = self._open and self._failure is None and not self.released and self.flight.spans is None
 
-    def _interrupted(self, error: BaseException | None) -> None:
+    def _interrupted(self, error: BaseException | None, note: object = None) -> None:
         """End the waits of peers for a call that ends without its rounds, if a signal handler may have raised `error`.
 
         None: an error that is not known, between two instructions.
@@ -335,24 +335,12 @@ def CollectiveCall(state: RoundState, rounds: int = 1) -> _native.Call:
     return _native.Call(state, rounds, None, True)
 
 
-class SeveralRounds:
-    """Context of rounds whose number is not known ahead.  They are counted if they end before the last one.
+def several_rounds(state: RoundState, make: Callable[[], _Result]) -> _Result:
+    """Make rounds whose number is not known ahead, in a call, which counts as failed if it ends before the last one.
 
     Not if a round has left the error behind, because every rank raises that.
     """
-
-    __slots__ = ("_failed", "_state")
-
-    def __init__(self, state: RoundState) -> None:
-        self._state = state
-
-    def __enter__(self) -> None:
-        self._failed = self._state.turn.failed
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        state = self._state
-        if error is not None and error is not state._raised() and state.turn.failed == self._failed:
-            state._interrupted(error)
-            state.count_rejected(error)
+    state.turn.several = True
+    found = make()
+    state.turn.several = False
+    return found

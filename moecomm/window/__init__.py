@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -32,6 +31,7 @@ from moecomm.window.opened import OpenedWindow
 from moecomm.window.settings import WindowSettings
 
 _MOST_VALUE = (1 << 63) - 1
+_OPEN = "open"  # note of a call that a failure does not refuse
 
 
 class Window(Bound):
@@ -105,9 +105,9 @@ class Window(Bound):
         self.nbytes, self.num_signals = handle.nbytes, handle.num_signals
         self._group = group
         self._opened = OpenedWindow(peers, of_ranks, handle, calls)
+        self.turn = self._opened.turn
         self._failure: MoecommError | None = None
         self._closed, self._what = False, "Window"
-        self._in_barrier = threading.Lock()
         self._close: weakref.finalize[..., Any] = bound.closer(self, self._opened)
 
     @property
@@ -250,12 +250,10 @@ class Window(Bound):
             ConcurrentCall: another thread of this rank is in barrier().
             Closed, Timeout, PeerLost, Aborted: as wait().
         """
-        self._enter_barriers()
-        try:
+        with self._barriers():
             if not self._opened.calls.barrier():
                 self._raise_failure()
-        finally:
-            self._leave_barriers()
+            self.turn.made += 1
 
     def check(self) -> None:
         """Wait for the device, and raise the error of a wait that has failed, if any.
@@ -352,50 +350,51 @@ class Window(Bound):
     def __exit__(self, *raised: object) -> None:
         self.close()
 
-    @contextmanager
-    def _call(self) -> Iterator[None]:
-        """Count a call; raise what makes it impossible."""
-        self._enter()
-        try:
-            yield
-        finally:
-            self._opened.gate.leave()
+    def _call(self, rounds: int = 0) -> _native.Call:
+        """Return the context of a call, which raises at its begin what makes it impossible.
 
-    def _enter(self) -> None:
-        """Begin a call, which ends with `_opened.gate.leave()`.  Raises what makes it impossible."""
-        opened = self._opened
-        if self._closed or opened.closed:  # first: in a forked child another thread may have held the gate
-            raise Closed(self._what)
-        opened.gate.enter()
-        try:
-            if self._closed or opened.closed:
-                raise Closed(self._what)
+        `rounds`: for which peers wait.  The call adds them to `turn.made`; what ends it before, but for an error of
+        moecomm, ends the waits of all ranks.
+        """
+        return _native.Call(self, rounds)
+
+    def _barriers(self) -> _native.Call:
+        """Return the context of a call with barriers, which is a round.  Raises at its begin as barrier()."""
+        return _native.Call(self, 1, None, True)
+
+    def _while_open(self) -> _native.Call:
+        """Return a context that holds up the end of close(), so that memory stays mapped.
+
+        Raises Closed at its begin if close() has begun.
+        """
+        return _native.Call(self, 0, _OPEN)
+
+    def _begin_call(self, rounds: int, nested: bool, note: object) -> None:
+        """See _native.Call."""
+        self._require_open()
+        if note is not _OPEN:
             self._raise_failure()
-        except BaseException:
-            opened.gate.leave()
-            raise
 
-    def _enter_barriers(self) -> None:
-        """Begin a call with barriers, which ends with _leave_barriers().  Raises as barrier()."""
-        if not self._in_barrier.acquire(blocking=False):
-            raise ConcurrentCall("Window")
-        try:
-            self._enter()
-        except BaseException:
-            self._in_barrier.release()
-            raise
+    def _refuse(self) -> NoReturn:
+        """See _native.Call."""
+        raise ConcurrentCall("Window")
 
-    def _leave_barriers(self) -> None:
-        self._opened.gate.leave()
-        self._in_barrier.release()
+    def _interrupted(self, error: BaseException | None, note: object) -> None:
+        """See _native.Call."""
+        if self.num_ranks > 1 and not isinstance(error, MoecommError):
+            self.abort()
 
-    @contextmanager
-    def _while_open(self) -> Iterator[None]:
-        """Hold up the end of close(), so that memory stays mapped.  Raises Closed if it has begun."""
-        self._require_open()  # first: in a forked child another thread may have held the gate
-        with self._opened.gate.call():
-            self._require_open()
-            yield
+    def _call_failed(self, error: BaseException, missed: bool, note: object) -> None:
+        """See _native.Call."""
+
+    def _count_refused(self) -> None:
+        """See _native.Call.  Calls are not counted: one that ends before its round is known to all ranks."""
+        while self.turn.uncounted > 0:
+            self.turn.counted()
+
+    def _release(self) -> None:
+        """See _native.Call."""
+        self._opened.end()
 
     def _check_rank(self, argument: str, rank: int) -> None:
         check_integer(argument, rank, 0, self.num_ranks - 1)

@@ -356,7 +356,7 @@ def test_close_ends_a_wait_of_another_thread() -> None:
 
     thread = threading.Thread(target=wait)
     thread.start()
-    while not window._opened.gate._inside:
+    while window.turn.running + window.turn.depth == 0:
         pass
     window.close()
     thread.join()
@@ -369,7 +369,7 @@ def test_only_one_thread_is_in_a_barrier() -> None:
             if group.rank == 0:
                 thread = threading.Thread(target=window.barrier)
                 thread.start()
-                while not window._opened.gate._inside:
+                while window.turn.running + window.turn.depth == 0:
                     pass
                 with pytest.raises(moecomm.ConcurrentCall, match="this Window is in another call"):
                     window.barrier()

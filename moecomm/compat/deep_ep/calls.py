@@ -112,13 +112,13 @@ class Calls(CallCount):
             if words[self._at] != self._word and self._differs(words):
                 self._fail(begun=False)
 
-    def count_failure(self, marks: Marks, error: BaseException | None = None) -> None:
+    def count_failure(self, marks: Marks, error: BaseException | None) -> None:
         """See CallCount.
 
         Raises:
             Mismatch: in the place of an error of a rank that waited for one that makes another call; names both.
         """
-        super().count_failure(marks)
+        super().count_failure(marks, error)
         if isinstance(error, RoundFailed) and self._difference() is not None:
             self._fail(begun=self._word & _OPENS != 0, cause=error)
 
