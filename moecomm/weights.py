@@ -97,7 +97,7 @@ class ExpertWeights:
             for name, part in parts.items()
         }
         for tensor in self._tensors.values():
-            self._rounds.slot_tensors[tensor.of(self._window.rank).data_ptr()] = tensor
+            self._rounds.slot_tensors.add(tensor.of(self._window.rank).data_ptr(), tensor)
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

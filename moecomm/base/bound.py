@@ -10,6 +10,7 @@ import os
 import weakref
 from typing import Any, ClassVar, NoReturn, Protocol
 
+from moecomm.base.weak import WeakTable
 from moecomm.errors import Unsupported
 
 
@@ -37,7 +38,7 @@ class _Closable(Protocol):
     def close(self) -> None: ...
 
 
-_opened: weakref.WeakSet[Any] = weakref.WeakSet()
+_opened: WeakTable[int, _Opened] = WeakTable()  # by id
 
 
 def closer(owner: _Opened, session: _Closable) -> weakref.finalize[..., Any]:
@@ -45,7 +46,7 @@ def closer(owner: _Opened, session: _Closable) -> weakref.finalize[..., Any]:
 
     After a fork the child calls `owner.disown()`.  An interrupt may end `session.close()`, which then comes again.
     """
-    _opened.add(owner)
+    _opened.add(id(owner), owner)
     return weakref.finalize(owner, _close_where_opened, os.getpid(), session)
 
 
@@ -64,7 +65,7 @@ def _close_where_opened(process: int, session: _Closable) -> None:
 
 
 def _disown_all() -> None:
-    for owner in list(_opened):
+    for owner in _opened.values():
         owner.disown()
 
 

@@ -30,6 +30,7 @@ _KEPT = 4  # agreements whose words a rank keeps: others may still read them
 
 # For a rank that a peer has named in a Timeout.  It may have waited for another one itself, and then comes at once.
 GRACE_S = 0.05
+COMES_S = 1.0  # for a rank whose round has failed
 
 
 class Shrunk(NamedTuple):
@@ -223,7 +224,8 @@ class Meeting:
             if (proposal := self._proposal(said, waited)) is not None:
                 decided = board.decide("members", messages.pack(proposal))
                 break
-            board.wait(min(self._timeout_s - waited, GRACE_S))
+            left = self._timeout_s - waited
+            board.wait(min(left, GRACE_S) if left > 0 else GRACE_S)
         stands: Any = messages.unpack(decided, Decision, Disagreement)
         if isinstance(stands, Disagreement):
             calls = dict(zip(stands.ranks, (stands.first, stands.second), strict=True))
@@ -253,7 +255,10 @@ class Meeting:
         missing = wanted - here.keys() - gone
         if missing and waited_s >= GRACE_S:
             missing = missing.difference(*(coming.suspects for coming in here.values()))
-        return None if missing and waited_s < self._timeout_s else _decision(self._call, here)
+        if missing and waited_s >= self._timeout_s:
+            # A rank that began a round as late as can be gives it up after another timeout, and needs a moment to come.
+            missing &= self._in_rounds() if waited_s < 2 * self._timeout_s + COMES_S else set()
+        return None if missing else _decision(self._call, here)
 
     def _forget(self, pages: Pages) -> None:
         """Remove this rank's words of old agreements from its page."""
@@ -270,6 +275,16 @@ class Meeting:
             with suppress(RuntimeError):  # the device does not answer
                 left = {rank for rank, op in enumerate(session.begun()) if op == "close"}
         return (left | session.dead_peers().keys()) - {self._rounds.rank}
+
+    def _in_rounds(self) -> set[int]:
+        """Return the ranks that wait for this one in a round, which they give up by their deadline, and come then.
+
+        None do so any more where a round has failed here.
+        """
+        with suppress(RuntimeError):  # the device does not answer
+            if self._failure is None:
+                return {rank for rank, op in enumerate(self._rounds.session.begun()) if op not in ("", "close")}
+        return set()
 
 
 def _kind(call: str) -> str:

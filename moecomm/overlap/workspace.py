@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -13,6 +12,7 @@ from torch._C import _functorch
 from moecomm import _native
 from moecomm.base.bound import Bound
 from moecomm.base.choices import BackendName
+from moecomm.base.weak import WeakTable
 from moecomm.errors import BadInput, Closed, ConcurrentCall, Mismatch, OutOfStep
 from moecomm.fused.fp8 import Fp8
 from moecomm.overlap import agreement
@@ -27,7 +27,7 @@ _Result = TypeVar("_Result")
 _PREFIX = "moecomm_workspace_"
 _SIGNALS = 16384
 _opened = itertools.count()
-_named: weakref.WeakValueDictionary[str, Workspace] = weakref.WeakValueDictionary()
+_named: WeakTable[str, Workspace] = WeakTable()
 
 
 class Workspace(Bound):
@@ -78,7 +78,7 @@ class Workspace(Bound):
         self._plans: dict[tuple[Any, ...], CallPlan] = {}
         self._ended: OutOfStep | None = None  # ranks have made different calls
         self.name = f"{_PREFIX}{next(_opened)}"
-        _named[self.name] = self
+        _named.add(self.name, self)
 
     def _open(self) -> Executors:
         if self.executor_bytes <= 0:
@@ -182,7 +182,7 @@ class Workspace(Bound):
 
     def close(self) -> None:
         """Let go of the memory.  Local and idempotent."""
-        _named.pop(self.name, None)
+        _named.pop(self.name)
         self._executors = None  # its views keep memory mapped, and so do those of plans
         self._plans.clear()
         if self._owns:

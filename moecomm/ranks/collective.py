@@ -7,12 +7,12 @@ import os
 import secrets
 import socket
 import struct
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Protocol
 
 from moecomm import _native
+from moecomm.base.weak import WeakTable
 from moecomm.errors import RoundFailed, Timeout, Unsupported
 from moecomm.ranks.group import Rendezvous
 from moecomm.ranks.opening import Opening
@@ -141,7 +141,7 @@ class _ThreadWindow:
         self.address, self._window = 0, None
 
 
-_of_threads: weakref.WeakValueDictionary[int, _native.HostWindow] = weakref.WeakValueDictionary()  # by address
+_of_threads: WeakTable[int, _native.HostWindow] = WeakTable()  # by address
 
 
 def open_windows(ranks: Rendezvous, nbytes: int, timeout_s: float) -> tuple[_native.HostWindow, list[MappedWindow]]:
@@ -156,7 +156,7 @@ def open_windows(ranks: Rendezvous, nbytes: int, timeout_s: float) -> tuple[_nat
             mine = _native.HostWindow(nbytes)
             undo.callback(mine.close)
             if ranks.in_process:
-                _of_threads[mine.address] = mine
+                _of_threads.add(mine.address, mine)
                 passed.word = mine.address
         mapped = _find_windows(ranks, mine, passed.words) if ranks.in_process else _map_windows(ranks, mine, timeout_s)
         undo.pop_all()
@@ -168,7 +168,8 @@ def _find_windows(ranks: Rendezvous, mine: _native.HostWindow, addresses: Sequen
     found: list[MappedWindow] = []
     with all_or_none(ranks):  # nobody closes its window before all have found it
         for address in addresses:
-            window = _of_threads[address]
+            window = _of_threads.get(address)
+            assert window is not None, "its rank is in this block, too"
             found.append(mine if window is mine else _ThreadWindow(window))
     return found
 

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from functools import partial
 from typing import Protocol
 
+from moecomm.base.weak import WeakTable
 from moecomm.errors import MoecommError
 from moecomm.ranks import messages
 from moecomm.ranks.board import Board, Part
@@ -42,12 +43,12 @@ class _Rounds(Protocol):
     def closed(self) -> bool: ...
 
 
-_open: weakref.WeakSet[_Rounds] = weakref.WeakSet()  # Buffers of this process
+_open: WeakTable[int, _Rounds] = WeakTable()  # Buffers of this process, by id
 
 
 def watch(rounds: _Rounds) -> None:
     """Let errors of a Buffer's rounds, and of openings over its group, say in which calls of it ranks are."""
-    _open.add(rounds)
+    _open.add(id(rounds), rounds)
     mine = weakref.ref(rounds)
 
     def elsewhere() -> str:
@@ -71,7 +72,7 @@ def others(rounds: _Rounds, *, in_rounds: bool = True) -> str:
 def others_over(group: Group) -> str:
     """Return where the other ranks of a group are, as others(), for an opening: also in Buffers that are open."""
     found: dict[int, str] = {}
-    for rounds in list(_open):
+    for rounds in _open.values():
         if not rounds.closed and _key(rounds.members.group) == _key(group):
             found |= _elsewhere(rounds, in_rounds=True)
             if where := _excluded(rounds):

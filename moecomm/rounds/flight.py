@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from moecomm import _native
 from moecomm.errors import RoundFailed
 from moecomm.rounds.spans import Spans
-from moecomm.rounds.tally import Kind, tallies
+from moecomm.rounds.tally import Kind, tally_for
 
 CALLS = _native.CallRing.LENGTH
 _FAILURES, _TEXT = 16, 500  # most failures that are kept beside the one that ended the Buffer; characters of an error
@@ -100,7 +100,7 @@ class FlightRecorder(_native.CallRing):
         self.raised = ""
         self._fatal: Failure | None = None
         self._others: deque[Failure] = deque(maxlen=_FAILURES)
-        self._tally = tallies.open(self, rank)
+        self._tally = tally_for(self, rank)
         self._kinds = self._tally.kinds
         self.on_failure: Callable[[str], None] | None = None
 

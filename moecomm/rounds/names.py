@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 
+from moecomm.base.weak import WeakTable
 from moecomm.errors import BadInput, Closed
 from moecomm.rounds.rounds import Rounds
 
 _PREFIX = "moecomm_buffer_"
 _numbers = itertools.count()
-_named: weakref.WeakValueDictionary[str, Rounds] = weakref.WeakValueDictionary()
+_named: WeakTable[str, Rounds] = WeakTable()
 
 
 def give(rounds: Rounds) -> str:
     """Register the rounds of a Buffer under a name that is never used again in this process."""
     name = f"{_PREFIX}{next(_numbers)}"
-    _named[name] = rounds
+    _named.add(name, rounds)
     return name
 
 
@@ -39,7 +39,7 @@ def find(name: str) -> Rounds:
 
 def opened() -> list[Rounds]:
     """Return the rounds of all open Buffers of this process."""
-    return [rounds for rounds in list(_named.values()) if not rounds.closed]
+    return [rounds for rounds in _named.values() if not rounds.closed]
 
 
 def get(name: str) -> Rounds | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from moecomm.base.experts import experts_of
 from moecomm.base.placement import NONE, Placement, table
 from moecomm.base.protocol import BALANCED, BY_TABLE, DIGEST_BITS
 from moecomm.base.sampling import RowTables, Sampling
+from moecomm.base.weak import WeakTable
 from moecomm.ranks.session import Session
 from moecomm.ranks.settings import Settings
 from moecomm.rounds.expert_tables import AbsentEntries, ExpertIds, LiveExperts
@@ -92,7 +92,7 @@ class Rounds(RoundState, Bound):
         self.replicas: dict[int, int] = {}  # by expert, for those of masked ranks
         self.placement, self.generation = settings.placement, 1
         # moecomm.fused.copies.SlotTensor by address.
-        self.slot_tensors: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self.slot_tensors: WeakTable[int, Any] = WeakTable()
         # By slot of this rank, the generation from which on its weights are those of its expert: see placing.left().
         self.filled: dict[int, int] = {}
         self.reserved: frozenset[int] = frozenset()  # empty slots that get no copies: they are being filled

@@ -72,8 +72,8 @@ class Tallies:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._there: dict[int, Tally] = {}  # by id
-        self._gone: deque[int] = deque()  # keys of _there; a finalizer may run anywhere, and so takes no lock
+        self._there: dict[weakref.ref[object], Tally] = {}  # by owner
+        self._gone: deque[weakref.ref[object]] = deque()  # keys of _there; an owner goes anywhere, and takes no lock
         self._past = Totals._make(Counter() for _ in Totals._fields)
 
     def open(self, owner: object, rank: int) -> Tally:
@@ -81,8 +81,7 @@ class Tallies:
         tally = Tally(rank)
         with self._lock:
             self._fold()
-            self._there[id(tally)] = tally
-        weakref.finalize(owner, self._gone.append, id(tally)).atexit = False
+            self._there[weakref.ref(owner, self._gone.append)] = tally
         return tally
 
     def totals(self) -> Totals:
@@ -102,9 +101,14 @@ class Tallies:
             self._there.pop(self._gone.popleft()).add_to(self._past)
 
 
-tallies = Tallies()  # of this process
+_process = Tallies()
+
+
+def tally_for(owner: object, rank: int) -> Tally:
+    """Return a Tally of this process; see Tallies.open."""
+    return _process.open(owner, rank)
 
 
 def totals() -> Totals:
     """Return the sums over all Buffers that this process has opened."""
-    return tallies.totals()
+    return _process.totals()

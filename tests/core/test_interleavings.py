@@ -172,6 +172,9 @@ class Survivor(Meeting):
         me, ranks = self._rounds.rank, self._rounds.num_ranks
         return {rank for rank in range(ranks) if rank != me and self._run.load(("noticed", me, rank))}
 
+    def _in_rounds(self) -> set[int]:
+        return set()
+
 
 class Clocks:
     """In place of the module `time`: each rank has a clock of its own, which goes on while it sleeps."""
