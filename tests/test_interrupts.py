@@ -249,6 +249,33 @@ def test_an_interrupt_in_no_wait_stops_the_other_rank_at_once(name: str) -> None
     assert seen["stopped"] > 20
 
 
+def test_an_interrupt_in_dispatch_begin_stops_all_ranks() -> None:
+    """Its caller can't end a dispatch that he has not got.  One that comes when the call is over is his own."""
+    there, met, lost = dict[int, bool](), threading.Barrier(2, timeout=30), list[int]()
+
+    def body(group: Any) -> None:
+        with moecomm.Buffer(group, **SIZES) as buffer:
+            number, was = 0, True
+            while was:
+                met.wait()
+                if group.rank == 1:
+                    begin, begun = partial(buffer.dispatch_begin, X, IDS), lambda: buffer.rounds.turn.running > 0
+                    was = there[number] = interrupted(begin, number, begun=begun, anywhere=False)
+                    if was and buffer.rounds.begun is not None and buffer.rounds.failure() is None:
+                        lost.append(number)
+                else:
+                    with suppress(moecomm.Aborted):
+                        buffer.dispatch_begin(X, IDS)
+                assert buffer.shrink().lost == ()
+                met.wait()
+                was, number = there[number], number + 1
+
+    for error in run_ranks(2, body):
+        if isinstance(error, BaseException):
+            raise error
+    assert len(there) > 100 and min(lost, default=len(there)) >= len(there) - 3
+
+
 def _refused() -> None:
     raise ValueError("a wrong argument")
 

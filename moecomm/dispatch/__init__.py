@@ -147,6 +147,7 @@ def dispatch_begin(
     routed = prepare(rounds, request, x, topk_idx, topk_weights, scales, max_rows, handle, **how)
     observers.show(rounds, topk_idx, topk_weights)
     run(routed)
+    rounds.turn.several = True  # to the end of this call: nobody can end a dispatch that Ctrl-C keeps from its caller
     rounds.turn.made += 1
     finish(rounds, routed)
     if early:
