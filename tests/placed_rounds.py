@@ -9,9 +9,9 @@ import torch
 
 from moecomm import Placement
 from moecomm.base.placement import of_ranks, replicated, slots_of
-from moecomm.fused.copies import Copies
 from moecomm.testing import LocalBuffers
 from moecomm.testing.cases import random_placement
+from moecomm.weights.copies import Copies
 
 SIZES: dict[str, Any] = {"hidden": 16, "topk": 3, "max_tokens": 20, "dtype": torch.float32, "timeout_s": 20}
 

@@ -8,6 +8,9 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,14 +18,17 @@ import torch
 
 import moecomm
 from moecomm import ExpertWeights, Placement
+from moecomm.backends.host import HostSession
 from moecomm.errors import Aborted, BadInput, Mismatch, PeerLost, Timeout
 from moecomm.testing.cases import random_placement
-from moecomm.weights import step
+from moecomm.weights.expert_weights import step
+from moecomm.window.pace import Pace
 
 from .backends.conftest import run_ranks
 from .conftest import Ranks
 from .few import few
 from .ops.plain import formula
+from .test_walks import walk_of
 
 RANKS, HIDDEN, INNER, EXPERTS, SLOTS, TOKENS = 3, 16, 8, 7, 5, 9
 SIZES: dict[str, Any] = {"hidden": HIDDEN, "num_experts": EXPERTS, "topk": 2, "max_tokens": TOKENS, "timeout_s": 20}
@@ -141,7 +147,7 @@ def amid_a_change(seed: int, group: Any, sizes: dict[str, Any]) -> tuple[int, st
                 while True:
                     is_time()
                     if (group.rank, steps + 1, how) == (behind, when, "goes"):  # its copies will not have come
-                        weights._fill = lambda *_: weights._window.barrier()  # type: ignore[method-assign]
+                        weights._fill = lambda *_: None  # type: ignore[method-assign]
                     after = weights.prefetch(target)
                     if after == buffer.placement:
                         break
@@ -331,3 +337,82 @@ def test_nothing_moves_once_the_buffer_is_closed() -> None:
     with pytest.raises(moecomm.Closed):
         weights.prefetch(placement)
     weights.close()
+
+
+@pytest.mark.parametrize("tensors", [1, 6])
+def test_experts_move_by_few_calls_of_python(tensors: int) -> None:
+    """However many tensors and experts there are, once the memory of the ranks has been seen."""
+    ranks, experts = 3, 24
+    apart = [list(range(rank, experts, ranks)) for rank in range(ranks)]
+    more = Placement([[*held, *apart[rank - 1][:4]] for rank, held in enumerate(apart)], slots=12)
+    targets = [more, Placement(apart, slots=12)] * 2
+
+    def body(group: Any) -> list[list[int]]:
+        sizes = {**SIZES, "num_experts": experts, "backend": "host"}
+        with moecomm.Buffer(group, **sizes, placement=targets[1]) as buffer:
+            weights = ExpertWeights(buffer, {f"w{nth}": (HIDDEN,) for nth in range(tensors)})
+            found = [[len(walk_of(partial(weights.prefetch, one))), len(walk_of(weights.commit))] for one in targets]
+            weights.close()
+        return found
+
+    for _, *repeated in run_ranks(ranks, body):
+        for prefetch, commit in repeated:
+            assert prefetch <= 60 and commit <= 20, repeated
+
+
+def test_gpus_copy_on_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind rounds and the work of the current stream, and behind earlier copies of all ranks; commit() waits."""
+    done: list[str] = []
+
+    class Stream:
+        def wait_stream(self, other: object) -> None:
+            done.append(f"wait for {other}")
+
+        def synchronize(self) -> None:
+            done.append("synchronize")
+
+    @contextmanager
+    def on_stream(stream: Stream) -> Iterator[None]:
+        done.append("begin")
+        yield
+        done.append("end")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "current stream")
+    monkeypatch.setattr(torch.cuda, "stream", on_stream)
+    placements = [Placement([[0, 1, expert]]) for expert in (-1, 1)]
+    with moecomm.Buffer("self", **{**SIZES, "num_experts": 2}, backend="host", placement=placements[0]) as buffer:
+        weights = ExpertWeights(buffer, {"v": (2,), "w": (3,)}, dtype=torch.float32)
+        weights["v"].copy_(torch.tensor([[1.0], [2.0], [0.0]]))
+        weights._stream = Stream()  # type: ignore[assignment]
+        for where, name in (
+            (HostSession, "order"),
+            (HostSession, "place"),
+            (moecomm.Window, "barrier"),
+            (Pace, "copy"),
+        ):
+            step_of = getattr(where, name)
+
+            def noted(*given: Any, step_of: Any = step_of, name: str = name) -> None:
+                done.append(name)
+                step_of(*given)
+
+            monkeypatch.setattr(where, name, noted)
+        weights.prefetch(placements[1], max_gbs=1.0)
+        weights.commit()
+        before = ["order", "wait for current stream", "begin", "barrier"]
+        assert done == [*before, "copy", "copy", "end", "synchronize", "place"]
+        assert weights["v"][:, 0].tolist() == [1, 2, 2]
+        weights.close()
+
+
+def test_weights_move_in_inference_mode_and_outside() -> None:
+    placements = [Placement([[0, 1, expert]]) for expert in (-1, 1)]
+    with moecomm.Buffer("self", **{**SIZES, "num_experts": 2}, backend="host", placement=placements[0]) as buffer:
+        weights = ExpertWeights(buffer, {"w": (2,)}, dtype=torch.float32)
+        for nth in range(4):
+            with torch.inference_mode(nth % 2 == 0):
+                weights["w"][:2] = torch.tensor([[nth], [nth + 1]])
+                weights.prefetch(placements[1 - nth % 2])
+                weights.commit()
+                assert weights["w"][:2, 0].tolist() == [nth, nth + 1]
+        weights.close()

@@ -17,9 +17,9 @@ from moecomm import ExpertWeights, Placement, ops
 from moecomm.base.placement import NONE, replicated
 from moecomm.base.replicas import copies, shares
 from moecomm.errors import Aborted, BadInput, Mismatch, PeerLost, Timeout, Unsupported
-from moecomm.fused import copies as fused_copies
 from moecomm.fused import quantize_weights
 from moecomm.testing.cases import random_placement
+from moecomm.weights import copies as weight_copies
 
 from .backends.conftest import run_ranks
 from .conftest import Ranks
@@ -348,7 +348,7 @@ def test_slots_that_are_filled_get_no_copies() -> None:
             def layer() -> None:
                 out = buffer.moe(*given, balance="replicate")
                 torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-4)
-                sources = fused_copies.Copies(buffer.rounds, [], ()).sources()
+                sources = weight_copies.Copies(buffer.rounds, [], ()).sources()
                 made.append((sources[1] != NONE).nonzero().flatten().tolist())
 
             layer()
@@ -387,15 +387,15 @@ def test_no_weights_are_taken_for_those_of_an_older_placement() -> None:
 @pytest.mark.parametrize("end", ["close", "abort"])
 def test_a_rank_goes_during_its_copies(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others raise an error, and go on without it by the placement that they had."""
-    model, run = Model(9), fused_copies.Copies.run
+    model, run = Model(9), weight_copies.Copies.run
     gone: list[bool] = []
 
-    def ends(self: fused_copies.Copies) -> None:
+    def ends(self: weight_copies.Copies) -> None:
         if self.rounds.rank == 3 and gone:
             raise KeyboardInterrupt
         run(self)
 
-    monkeypatch.setattr(fused_copies.Copies, "run", ends)
+    monkeypatch.setattr(weight_copies.Copies, "run", ends)
 
     def body(group: Any) -> str:
         ids = torch.tensor([[0, 1]]).repeat(TOKENS, 1)
@@ -423,17 +423,17 @@ def test_a_rank_goes_during_its_copies(end: str, monkeypatch: pytest.MonkeyPatch
 
 def _killed(rank: int, group: Any, seed: int) -> str:
     """Make layers with copies until a rank is killed in one of its copies."""
-    model, run = Model(seed), fused_copies.Copies.run
+    model, run = Model(seed), weight_copies.Copies.run
     rng = random.Random(f"killed {seed}")
     victim, when = rng.randrange(RANKS), rng.randint(1, 5)
     steps = iter(range(1000))
 
-    def ends(self: fused_copies.Copies) -> None:
+    def ends(self: weight_copies.Copies) -> None:
         if rank == victim and next(steps) == when:
             os.kill(os.getpid(), signal.SIGKILL)
         run(self)
 
-    fused_copies.Copies.run = ends  # type: ignore[method-assign]
+    weight_copies.Copies.run = ends  # type: ignore[method-assign]
     with moecomm.Buffer(group, **{**FLOAT, "timeout_s": 30}, placement=SKEWED) as buffer:
         weights = model.fill(buffer)
         try:

@@ -1,4 +1,4 @@
-// Copies of experts for a round, from the Windows of the ranks that own them (moecomm/fused/copies.py).
+// Copies of experts for a round, from the Windows of the ranks that own them (moecomm/weights/copies.py).
 #pragma once
 #include "../device/launch.cuh"
 #include "../protocol/order.h"

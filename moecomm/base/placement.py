@@ -18,6 +18,7 @@ from moecomm.base.replicas import balanced, copies
 from moecomm.base.validation import check_integer, check_name, is_integer
 from moecomm.errors import BadInput
 
+Table = tuple[int, list[int]]  # see table()
 NONE = -1  # in the place of an expert: the slot is empty; of a slot: there is none
 _SOME_SLOTS = f"1 to {MOST_SLOTS - 1} slots"
 
@@ -234,18 +235,22 @@ def candidates(
         domain_ranks: ranks of a domain; None: all.
         masked: ranks whose slots nobody takes.  An expert may be left with none.
     """
-    slots, domain = placement.slots, domain_ranks or placement.ranks
-    found = [[slot for slot in one if slot // slots not in masked] for one in placement.slots_by_expert]
-    if placement.choice == "token":
-        return found
-    if placement.choice == "balanced":  # a further slot of the same rank would not spare it a row
-        return [list({slot // slots: slot for slot in reversed(one)}.values())[::-1] for one in found]
-    return [
-        [slot for slot in one if slot // slots == rank]
-        or [slot for slot in one if slot // slots // domain == rank // domain]
-        or one
-        for one in found
-    ]
+    slots, choice, domain = placement.slots, placement.choice, domain_ranks or placement.ranks
+    away = [(one != rank) + (one // domain != rank // domain) for one in range(placement.ranks)]
+    found = []
+    for held in placement.slots_by_expert:
+        some: list[int] = []
+        for slot in held:
+            here = slot // slots
+            if here in masked:
+                continue
+            if choice == "nearest" and some and away[here] != away[some[0] // slots]:
+                if away[here] < away[some[0] // slots]:
+                    some = [slot]
+            elif choice != "balanced" or not some or here != some[-1] // slots:
+                some.append(slot)  # balanced: a further slot of the same rank would not spare it a row
+        found.append(some)
+    return found
 
 
 def slots_of(
@@ -297,7 +302,7 @@ def table(
     domain_ranks: int | None,
     masked: Collection[int],
     reserved: Collection[int] = (),
-) -> tuple[int, list[int]]:
+) -> Table:
     """Return Placement::empty of csrc/protocol/placement.h for a rank, and the words behind that struct.
 
     Args:
@@ -316,8 +321,6 @@ def table(
 
 def with_slots(placement: Placement, slots: int) -> Placement:
     """Return it with so many slots a rank.  Raises BadInput for fewer."""
-    if slots == placement.slots:
-        return placement
     how: dict[str, Any] = {"num_experts": placement.num_experts, "choice": placement.choice}
     return Placement(placement.held, slots=slots, **how)
 
@@ -333,7 +336,7 @@ def successor(argument: str, before: Placement, given: Any) -> Placement:
         raise BadInput(argument, repr(given), want)
     if "balanced" in {given.choice, before.choice} and given.choice != before.choice:
         raise BadInput(argument, repr(given), f"choice={before.choice!r}, as the Buffer was opened")
-    return with_slots(given, before.slots)
+    return given if given.slots == before.slots else with_slots(given, before.slots)
 
 
 def of_ranks(placement: Placement, ranks: Sequence[int]) -> Placement:

@@ -25,7 +25,6 @@ from moecomm.errors import BadInput, TooManyRows
 from moecomm.fused import kernels, pipeline, weight_format
 from moecomm.fused.activations import GatedActivation, check_activation
 from moecomm.fused.biases import check_biases
-from moecomm.fused.copies import copies_of
 from moecomm.fused.experts import apply_experts, say_once
 from moecomm.fused.formats import as_weights, format_of_both
 from moecomm.fused.options import Options, Request
@@ -34,6 +33,7 @@ from moecomm.fused.weight_format import WeightFormat, parts
 from moecomm.rounds.rounds import Rounds
 from moecomm.rounds.state import collective, several_rounds
 from moecomm.routed import Routed
+from moecomm.weights.copies import copies_of
 
 _ALIASES = {"one launch": True, "one after the other": False}
 

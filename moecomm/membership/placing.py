@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from moecomm.base.placement import NONE, Placement, of_ranks, successor, unchecked
+from moecomm.base.placement import NONE, Placement, Table, of_ranks, successor, unchecked
 from moecomm.errors import BadInput
 from moecomm.membership.suspension import refuse_capture
 from moecomm.ranks import messages
@@ -21,8 +21,8 @@ from moecomm.rounds.state import collective
 
 
 @collective(rounds=0)
-def set_placement(rounds: Rounds, placement: Placement) -> None:
-    """See Buffer.set_placement."""
+def set_placement(rounds: Rounds, placement: Placement, table: Table | None = None) -> None:
+    """See Buffer.set_placement.  `table`: that of Rounds.table_of(), if it has been made."""
     rounds.require_usable()
     if rounds.placement is None:
         raise BadInput("placement", "one for a Buffer without", "a Buffer that was opened with a placement")
@@ -31,7 +31,7 @@ def set_placement(rounds: Rounds, placement: Placement) -> None:
         raise BadInput("set_placement", f"masked ranks {sorted(rounds.masked)}", "no masked rank: all take part")
     refuse_capture(rounds, "set_placement")
     rounds.generation += 1
-    rounds.place(placed)
+    rounds.place(placed, table)
     if rounds.replicates:
         rounds.note_copies()
     _make_room(rounds, placed)
@@ -42,6 +42,8 @@ def _make_room(rounds: Rounds, placed: Placement) -> None:
 
     Other changes leave the room as it is, so that compiled layers keep their shapes.
     """
+    if all(rounds.settings.held):
+        return
     settings = replace(rounds.settings, placement=placed)
     if any(held and not before for held, before in zip(settings.held, rounds.settings.held, strict=True)):
         rounds.settings = settings

@@ -63,7 +63,7 @@ from moecomm.errors import BadInput, TooManyRows
 from moecomm.fused.activations import check_activation
 from moecomm.fused.formats import as_weights
 from moecomm.fused.layer import check_dropped, fused_or_not
-from moecomm.ops import chunks, gradients, rounds, slots
+from moecomm.ops import chunks, gradients, rounds
 from moecomm.ops import layer as whole_layer
 from moecomm.ops.chunks import ChunkedHandle
 from moecomm.ops.counted import counted
@@ -72,6 +72,7 @@ from moecomm.rounds import names
 from moecomm.rounds.rounds import Rounds
 from moecomm.rounds.signature import LAYERS
 from moecomm.rounds.state import several_rounds
+from moecomm.weights import slots
 
 __all__ = ["ChunkedHandle", "Dispatched", "Handle", "combine", "dispatch", "dispatch_again", "moe", "slot_weights"]
 

@@ -5,7 +5,7 @@
 - The gradient of a combine is a dispatch with the same handle, and a product (combine_gradients).
 - `graph`, an empty tensor, leads from a combine to the dispatches of its handle, so that all have their backward rounds
   on a rank whose experts got no token.
-- The gradient of weights of slots is a sum for each expert, at the rank that owns it (moecomm.ops.slots).
+- The gradient of weights of slots is a sum for each expert, at the rank that owns it (moecomm.weights.slots).
 - The gradient of a whole layer is one operator with all of these, moecomm.ops.layer.moe_backward.
 """
 
@@ -17,9 +17,10 @@ from typing import Any
 import torch
 
 from moecomm.errors import Unsupported
-from moecomm.ops import layer, rounds, slots
+from moecomm.ops import layer, rounds
 from moecomm.ops.combine_gradients import combine_gradients
 from moecomm.rounds import names
+from moecomm.weights import slots
 
 
 def _of_round(ctx: Any) -> tuple[str, str, int]:

@@ -22,14 +22,15 @@ from moecomm.errors import TooManyRows, Unsupported
 from moecomm.fused import layer
 from moecomm.fused.activations import GatedActivation, check_activation
 from moecomm.fused.biases import add_bias
-from moecomm.fused.copies import Copies, copies_of
 from moecomm.fused.options import Options, Request
 from moecomm.fused.weights import GRANULARITY, deinterleave, interleave
-from moecomm.ops import rounds, slots, swiglu
+from moecomm.ops import rounds, swiglu
 from moecomm.ops.grouped import grouped_linear, grouped_outer
 from moecomm.ops.operator import operator
 from moecomm.rounds import names
 from moecomm.rounds.state import CollectiveCall, several_rounds
+from moecomm.weights import slots
+from moecomm.weights.copies import Copies, copies_of
 
 _ROWS = ("expert", 1)  # layout, expert_alignment
 _BACKWARD = "backward of moe"

@@ -11,7 +11,7 @@ from moecomm import _native
 from moecomm.base.arrays import window_tensor
 from moecomm.base.bound import Bound
 from moecomm.base.experts import experts_of
-from moecomm.base.placement import NONE, Placement, table
+from moecomm.base.placement import NONE, Placement, Table, table
 from moecomm.base.protocol import BALANCED, BY_TABLE, DIGEST_BITS
 from moecomm.base.sampling import RowTables, Sampling
 from moecomm.base.weak import WeakTable
@@ -76,8 +76,7 @@ class Rounds(RoundState, Bound):
         known = (self.plans.table, self.memory.parts, self.flight, self.turn, session.context.record, self.on_cpu)
         self.known_calls = _native.KnownCalls(*known)
         self.routes: dict[tuple[str, int, int], Any] = {}  # of the dispatches of operators, see moecomm.ops.handles
-        self.exchanges: dict[Any, Any] = {}  # of weights of slots, by their shapes: see moecomm.ops.slots
-        self.exchange_barriers: Any = None  # of all of them, in the Window of the first
+        self.exchanges: Any = None  # moecomm.weights.slots.Exchanges, once weights of slots have been exchanged
         self.attempts = 0  # to agree with the ranks that are left, see moecomm.membership.meeting
         self.global_ranks: Sequence[int] = ()  # its ranks in the default group, where they are known
         self.absent = AbsentEntries(self.device)
@@ -91,7 +90,7 @@ class Rounds(RoundState, Bound):
         self._late: list[object] = []  # what masked ranks may still write to, since a dispatch has failed
         self.replicas: dict[int, int] = {}  # by expert, for those of masked ranks
         self.placement, self.generation = settings.placement, 1
-        # moecomm.fused.copies.SlotTensor by address.
+        # moecomm.weights.exchange.SharedTensor by address.
         self.slot_tensors: WeakTable[int, Any] = WeakTable()
         # By slot of this rank, the generation from which on its weights are those of its expert: see placing.left().
         self.filled: dict[int, int] = {}
@@ -104,9 +103,16 @@ class Rounds(RoundState, Bound):
             self.place(self.placement)
             session.synchronize()
 
-    def place(self, placement: Placement) -> None:
-        """Write the table of a placement, for rounds from now on.  Does not wait for the device."""
-        empty, words = table(placement, self.rank, self.domain_ranks, self.masked, self.reserved)
+    def table_of(self, placement: Placement) -> Table:
+        """Return the table by which rounds follow a placement while no rank is masked and no slot reserved."""
+        return table(placement, self.rank, self.domain_ranks, ())
+
+    def place(self, placement: Placement, made: Table | None = None) -> None:
+        """Write the table of a placement, for rounds from now on.  Does not wait for the device.
+
+        `made`: see table_of().
+        """
+        empty, words = made or table(placement, self.rank, self.domain_ranks, self.masked, self.reserved)
         self.placement = placement
         head = self.generation, placement.num_experts, placement.digest % (1 << DIGEST_BITS), empty
         self.session.place([*head, *words])
@@ -146,8 +152,8 @@ class Rounds(RoundState, Bound):
     def abort(self) -> None:
         """End every wait of this rank at once, from any thread."""
         super().abort()
-        for exchange in list(self.exchanges.values()):
-            exchange.window.abort()
+        if (exchanges := self.exchanges) is not None:
+            exchanges.abort()
 
     def own_ids(self, topk_idx: Any) -> Any:
         """Return the ids by which rounds know the experts that a caller names; -1 for those of ranks that are lost."""
@@ -201,19 +207,14 @@ class Rounds(RoundState, Bound):
 
     def check_exchanges(self) -> None:
         """Wait for exchanges of weights of slots, and raise the error of the first that went wrong, if any."""
-        if self.exchange_barriers is None:
-            return
-        self.exchange_barriers.wait()
-        self.exchange_barriers.raise_pending()
-        if not self.masked:  # a lost rank ends the Window of exchanges, but not the rounds of ranks that mask it
-            self.exchange_barriers.raise_failure()
+        if self.exchanges is not None:
+            self.exchanges.check(bool(self.masked))
 
     def close_exchanges(self) -> None:
         """Give the memory of exchanges back.  The next exchange opens another."""
-        for exchange in list(self.exchanges.values()):
-            exchange.window.close()
-        self.exchanges.clear()
-        self.exchange_barriers = None
+        if self.exchanges is not None:
+            self.exchanges.close()
+            self.exchanges = None
 
     def wait(self) -> None:
         """Wait for every round enqueued so far.  Their errors are for the caller to raise."""

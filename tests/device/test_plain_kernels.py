@@ -9,9 +9,9 @@ from moecomm import _native
 from moecomm.backends.between_rounds import SET_PLACEMENT
 from moecomm.backends.lsa_kernels import choice_of
 from moecomm.base.protocol import BALANCED, DTYPES, REPLICATED
-from moecomm.fused.copies import COPY
 from moecomm.gpu import plain_kernel, quantize_rows
 from moecomm.gpu.row_pass import TYPES, kernel
+from moecomm.weights.copies import COPY
 from moecomm.window.pace import PAUSE
 
 from ..compiled import check_kernel

@@ -35,7 +35,6 @@ from moecomm.fused import (
     tensor_maps,
 )
 from moecomm.fused.activations import SWIGLU
-from moecomm.fused.copies import Copies
 from moecomm.fused.formats import format_of
 from moecomm.fused.kernels import row_pitch
 from moecomm.fused.operands import check_operands
@@ -45,6 +44,7 @@ from moecomm.routed import Routed
 from moecomm.testing import LayerCase, LocalBuffers, random_layer
 from moecomm.testing import ranks as local
 from moecomm.testing.prepare import prepare_moe
+from moecomm.weights.copies import Copies
 
 from ..few import few
 from ..fused.test_pipeline import at

@@ -14,11 +14,11 @@ from moecomm.backends.lsa_kernels import choice_of
 from moecomm.base.placement import NONE, Placement, replicated
 from moecomm.dispatch import Options, prepare
 from moecomm.errors import BadInput, Mismatch
-from moecomm.fused.copies import Copies
 from moecomm.gpu import plain_kernel
 from moecomm.testing import LocalBuffers
 from moecomm.testing import ranks as local
 from moecomm.testing.cases import random_placement
+from moecomm.weights.copies import Copies
 
 from ..few import few
 from ..placed_rounds import check_random

@@ -24,9 +24,9 @@ from moecomm.base.experts import experts_of
 from moecomm.combine.reference import combine
 from moecomm.dispatch.reference import dispatch
 from moecomm.nn import ExpertParallel, clip_grad_norm_, expert_parameters, gather_state
-from moecomm.ops import slots
 from moecomm.router import random_routing
 from moecomm.testing.cases import random_placement
+from moecomm.weights import slots
 from tests.backends.conftest import run_ranks
 from tests.few import few
 from tests.live import FAR_S, ROOM_S, wait_until
@@ -528,7 +528,7 @@ def test_gpus_raise_the_error_of_another_rank_when_their_streams_have_come_to_it
         good = [torch.arange(mine.start, mine.stop).float()]
         with moecomm.Buffer(group, **sizes, placement=IN_A_ROW, timeout_s=FAR_S) as buffer:
             ops.slot_weights(buffer, good)
-            buffer.rounds.exchange_barriers._done = Event()
+            buffer.rounds.exchanges._done = Event()
             for bad, error in (([torch.zeros(9)], moecomm.BadInput), ([good[0].double()], moecomm.Mismatch)):
                 for on.comes in (False, True):
                     with pytest.raises(error) if on.comes or group.rank == 1 else nullcontext():
@@ -554,7 +554,7 @@ def test_a_released_buffer_has_no_memory_for_weights() -> None:
         with moecomm.Buffer(group, **sizes, placement=IN_A_ROW, timeout_s=FAR_S) as buffer:
             good = [torch.ones(len(experts_of(group.rank, EXPERTS, RANKS)), 1 << 16)]
             before = ops.slot_weights(buffer, good)
-            memory = [weakref.ref(one.window._opened) for one in buffer.rounds.exchanges.values()]
+            memory = [weakref.ref(one.window._opened) for one in buffer.rounds.exchanges.by_kinds.values()]
             buffer.release_memory()
             assert [one() for one in memory] == [None]
             with pytest.raises(moecomm.MemoryReleased):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 
@@ -15,7 +15,7 @@ from moecomm.compat.deep_ep.elastic_rounds import ElasticRounds
 from moecomm.compat.deep_ep.ep_handle import EPHandle
 from moecomm.compat.deep_ep.event import EventOverlap, finished, wait_for
 from moecomm.compat.deep_ep.pool import counted_by_pool, not_here
-from moecomm.compat.deep_ep.redundant import Exchange, RedundantExperts
+from moecomm.compat.deep_ep.redundant import Checked, RedundantExperts
 from moecomm.errors import BadInput
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
@@ -209,8 +209,9 @@ class EPBuffer(ElasticRounds):
             Timeout, PeerLost, Aborted: a rank did not come.
         """
         there, here = _listed(redundant_expert_weights), _listed(expert_weights)
-        run = RedundantExperts.push
-        return self._exchange("lb_prefetch_weights", run, there, here, redundancy_mapping, num_sms, previous_event)
+        return self._exchange(
+            "weights", "lb_prefetch_weights", there, here, redundancy_mapping, num_sms, previous_event
+        )
 
     @counted_by_pool
     def lb_reduce_grads(
@@ -233,13 +234,13 @@ class EPBuffer(ElasticRounds):
         Raises:
             As lb_prefetch_weights().
         """
-        there, here, run = [redundant_expert_grads], [expert_grads], RedundantExperts.pull
-        return self._exchange("lb_reduce_grads", run, there, here, redundancy_mapping, num_sms, previous_event)
+        there, here = [redundant_expert_grads], [expert_grads]
+        return self._exchange("grads", "lb_reduce_grads", there, here, redundancy_mapping, num_sms, previous_event)
 
     def _exchange(
         self,
+        what: Literal["weights", "grads"],
         call: str,
-        run: Callable[[RedundantExperts, Exchange], None],
         there: list[Any],
         here: list[Any],
         mapping: Any,
@@ -249,16 +250,16 @@ class EPBuffer(ElasticRounds):
         self._pool.require_open()
         if (region := self._redundant) is None:
             raise BadInput("lb_allocation_plan_or_num_bytes", 0, f"a region for redundant experts, for {call}")
-        made: list[Exchange] = []
+        made: list[Checked] = []
 
         def checked() -> str:
             check_integer("num_sms", num_sms, 0)
             wait_for(previous_event)
-            made.append(region.exchange("grads" if run is RedundantExperts.pull else "weights", there, here, mapping))
+            made.append(region.check(what, there, here, mapping))
             return made[0].text
 
         self._pool.calls.agree(f"EPBuffer.{call}", checked)
-        run(region, made[0])
+        region.run(made[0])
         return finished(True)
 
     def _memory(self) -> dict[str, int]:

@@ -7,7 +7,7 @@ gradients from them.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,30 +18,29 @@ from moecomm.compat.deep_ep.allocator import get_num_tma_alignment
 from moecomm.compat.deep_ep.event import uses_cuda
 from moecomm.compat.deep_ep.pool import described
 from moecomm.errors import BadInput, Unsupported
+from moecomm.weights.exchange import SharedTensor
 from moecomm.window import Window
 
 _NONE = -1
 
 
-class _Pair(NamedTuple):
-    """An expert's tensor: of redundant slots, by its offset in the region, and of the experts of this rank."""
+class Checked(NamedTuple):
+    """Arguments of an exchange that have been checked, and their text, alike on all ranks that pass the same.
 
-    offset: int
-    expert_bytes: int
-    own: torch.Tensor
+    Attributes:
+        pairs: tensors of the redundant slots of all ranks, each with that of this rank's experts.
+        held: rank, slot and local expert of the redundant slots that hold experts of this rank.
+        adds: gradients are added to those of this rank's experts; weights go to the slots.
+    """
 
-
-class Exchange(NamedTuple):
-    """Arguments of push() and pull() that have been checked, and their text, alike on all ranks that pass the same."""
-
-    pairs: list[_Pair]
-    mapping: list[list[int]]
-    local_experts: int
+    pairs: list[tuple[SharedTensor, torch.Tensor]]
+    held: list[tuple[int, int, int]]
+    adds: bool
     text: str
 
 
 class RedundantExperts:
-    """The region of redundant experts of every rank, a Window.  Opening it, push() and pull() are collective.
+    """The region of redundant experts of every rank, a Window.  Opening it is collective, and so is run().
 
     Args:
         group, nbytes, timeout_s: see Window.
@@ -64,9 +63,9 @@ class RedundantExperts:
         """Give the memory back.  Tensors that are still referenced stay valid."""
         self._window.close()
 
-    def exchange(
+    def check(
         self, what: Literal["weights", "grads"], redundant: Sequence[Any], own: Sequence[Any], mapping: Any
-    ) -> Exchange:
+    ) -> Checked:
         """Check the arguments of an exchange.  Waits for the device if the mapping is there.
 
         Args:
@@ -87,7 +86,7 @@ class RedundantExperts:
         if not isinstance(mapping, torch.Tensor) or mapping.ndim != 2 or len(mapping) != ranks:
             raise BadInput("redundancy_mapping", described(mapping), f"int32 [{ranks}, num_redundant_experts]")
         check_tensor("redundancy_mapping", mapping, device=mapping.device, dtypes=(torch.int32,), shape=mapping.shape)
-        pairs: list[_Pair] = []
+        pairs, places = [], []
         slots = mapping.shape[1]
         experts = len(own[0]) if isinstance(own[0], torch.Tensor) and own[0].ndim else 0
         for there, here in zip(redundant, own, strict=True):
@@ -106,45 +105,35 @@ class RedundantExperts:
                 raise BadInput(f"redundant_{name}", f"{there.nbytes // slots} bytes an expert", f"{size}, as {name}")
             if not 0 <= offset <= self.nbytes - there.nbytes:
                 raise BadInput(f"redundant_{name}", "memory elsewhere", "a tensor in the region of redundant experts")
-            pairs.append(_Pair(offset, size, here.detach()))
-        rows = mapping.tolist()
+            shared = SharedTensor(self._window, (slots, *here.shape[1:]), here.dtype, offset)
+            pairs.append((shared, here.detach()))
+            places.append((offset, size))
+        rows, held = mapping.tolist(), []
         for rank, row in enumerate(rows):
-            for expert in row:
+            for slot, expert in enumerate(row):
                 if not _NONE <= expert < ranks * experts or expert // experts == rank:
                     want = f"-1 or an expert of 0 to {ranks * experts - 1} that is not of rank {rank}"
                     raise BadInput("redundancy_mapping", f"expert {expert} on rank {rank}", want)
+                if expert // experts == self._window.rank:
+                    held.append((rank, slot, expert % experts))
         text = f"num_local_experts={experts}, redundancy_mapping={zlib.crc32(repr(rows).encode()):08x}"
-        text += f", {what} at={[pair.offset for pair in pairs]}, bytes={[pair.expert_bytes for pair in pairs]}"
-        return Exchange(pairs, rows, experts, text)
+        text += f", {what} at={[at for at, _ in places]}, bytes={[size for _, size in places]}"
+        return Checked(pairs, held, what == "grads", text)
 
-    def push(self, exchange: Exchange) -> None:
-        """Write this rank's experts to the redundant slots that have them.  On GPUs by copy engines.
+    def run(self, checked: Checked) -> None:
+        """Write this rank's experts to the redundant slots that have them (on GPUs by copy engines), or add gradients.
 
-        Raises:
-            As Window.barrier().
-        """
-        self._window.barrier()  # ranks have read what is in their slots
-        for rank, slot, expert in self._held_elsewhere(exchange):
-            for offset, size, own in exchange.pairs:
-                self._window.put(own[expert], rank, offset=offset + slot * size)
-        self._window.barrier()
-
-    def pull(self, exchange: Exchange) -> None:
-        """Add what redundant slots hold to the tensors of this rank's experts, in the order of ranks and slots.
+        Gradients are added in the order of ranks and slots.
 
         Raises:
             As Window.barrier().
         """
-        self._window.barrier()  # ranks have written their slots
-        for rank, slot, expert in self._held_elsewhere(exchange):
-            for offset, size, own in exchange.pairs:
-                there = self._window.tensor(own[expert].shape, own.dtype, rank=rank, offset=offset + slot * size)
-                own[expert].add_(there)
+        self._window.barrier()  # ranks have read, or written, what is in their slots
+        for rank, slot, expert in checked.held:
+            for shared, own in checked.pairs:
+                there = shared.of(rank)[slot]
+                if checked.adds:
+                    own[expert].add_(there)
+                else:
+                    there.copy_(own[expert])
         self._window.barrier()
-
-    def _held_elsewhere(self, exchange: Exchange) -> Iterator[tuple[int, int, int]]:
-        """Rank, slot and local expert of redundant slots that hold experts of this rank."""
-        for rank, row in enumerate(exchange.mapping):
-            for slot, expert in enumerate(row):
-                if expert != _NONE and expert // exchange.local_experts == self._window.rank:
-                    yield rank, slot, expert % exchange.local_experts

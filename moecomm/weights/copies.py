@@ -13,7 +13,6 @@ waits for headers as well.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -24,33 +23,14 @@ from moecomm.base.placement import NONE
 from moecomm.base.validation import check_name
 from moecomm.errors import BadInput
 from moecomm.gpu import plain_kernel
-from moecomm.gpu.structs import fields_of
+from moecomm.gpu.structs import struct
 from moecomm.rounds.rounds import Rounds
+from moecomm.weights.exchange import SharedTensor
 
 _BLOCKS = 128  # which wait for nothing: as many multiprocessors as there are share them
 
 
-class CopyArgs(ctypes.Structure):
-    """CopyArgs of csrc/window/call_args.h."""
-
-    _fields_ = fields_of("CopyArgs")
-
-
 COPY = plain_kernel.PlainKernel("window/copies", "copy_experts", "CopyArgs", 512)
-
-
-class SlotTensor:
-    """A tensor `[slots, ...]` of this rank in a Window, and those of its peers.
-
-    Attributes:
-        of: returns that of a rank.
-        pointers: int64 `[R]` on the device: of the memory of each rank, as this one reaches it.
-        offset: of the tensor there, in bytes.
-        name: of its owner; the same on all ranks.
-    """
-
-    def __init__(self, of: Callable[[int], torch.Tensor], pointers: torch.Tensor, offset: int, name: str) -> None:
-        self.of, self.pointers, self.offset, self.name = of, pointers, offset, name
 
 
 class Copies(NamedTuple):
@@ -58,13 +38,13 @@ class Copies(NamedTuple):
 
     Attributes:
         rounds: of the Buffer.
-        tensors: in the order of arguments.
+        tensors: of its slots, in the order of arguments.
         compared: what ranks must pass alike, because an expert is computed where a copy of it is: see
             moecomm.dispatch.options.Key.experts.
     """
 
     rounds: Rounds
-    tensors: list[SlotTensor]
+    tensors: list[SharedTensor]
     compared: tuple[tuple[str, str], ...]
 
     @property
@@ -80,11 +60,6 @@ class Copies(NamedTuple):
         """
         words = (ctypes.c_int32 * self.rounds.num_experts).from_address(self._table)
         return torch.tensor(list(words), dtype=torch.int64).view(self.rounds.num_ranks, -1)
-
-    def load(self) -> None:
-        """Compile the kernel, on GPUs."""
-        if not self.rounds.on_cpu:
-            plain_kernel.load(COPY, self.rounds.device.index)
 
     def run(self) -> None:
         """Fill slots of this rank by the copies that have been chosen last.  GPUs: on the current stream."""
@@ -102,12 +77,11 @@ class Copies(NamedTuple):
     def run_kernel(self) -> None:
         """Do so by the kernel."""
         rounds = self.rounds
-        args = CopyArgs(copied=self._table, tensors=len(self.tensors), rank=rounds.rank)
-        args.slots = len(rounds.local_experts)
+        slots = len(rounds.local_experts)
+        args = struct("CopyArgs")(copied=self._table, tensors=len(self.tensors), rank=rounds.rank, slots=slots)
         for nth, tensor in enumerate(self.tensors):
-            slots = tensor.of(rounds.rank)
-            args.peers[nth], args.offsets[nth] = tensor.pointers.data_ptr(), tensor.offset
-            args.nbytes[nth] = slots.nbytes // len(slots)
+            args.peers[nth], args.offsets[nth] = tensor.window.pointers.data_ptr(), tensor.offset
+            args.nbytes[nth] = tensor.row_bytes
         plain_kernel.launch_on(rounds.device, COPY, _BLOCKS, args)
 
 
@@ -144,6 +118,6 @@ def copies_of(
     rounds.replicates = True
     rounds.note_copies()
     compared = {"experts": ", ".join(names), "activation": str(activation), "interleaved": str(bool(interleaved))}
-    found = Copies(rounds, tensors, tuple(compared.items()))
-    found.load()
-    return found
+    if not rounds.on_cpu:
+        plain_kernel.load(COPY, rounds.device.index)  # now: loading waits for kernels that are running
+    return Copies(rounds, tensors, tuple(compared.items()))

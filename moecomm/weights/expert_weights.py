@@ -9,28 +9,33 @@ copies of all ranks.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any
+from contextlib import nullcontext
+from itertools import chain
+from typing import Any, Protocol
 
 import torch
 
 from moecomm.base import placement as placements
-from moecomm.base.placement import NONE, Placement
+from moecomm.base.placement import NONE, Placement, Table
 from moecomm.base.validation import check_dtype, check_real, check_shape
-from moecomm.buffer import Buffer
 from moecomm.errors import BadInput, Mismatch
-from moecomm.fused.copies import SlotTensor
 from moecomm.gpu import plain_kernel
+from moecomm.membership.placing import set_placement
 from moecomm.membership.suspension import refuse_capture
 from moecomm.ranks.opening import opening
-from moecomm.window import Window
+from moecomm.rounds.rounds import Rounds
+from moecomm.weights.exchange import Exchange, Kind
 from moecomm.window.pace import PAUSE, Pace
 
-_ALIGNMENT = 256  # bytes; of a tensor in the window
 _RATES = 1e-3, 1e6  # GB/s
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.uint8, torch.int8, torch.int32, torch.float8_e4m3fn)
+
+
+class Buffer(Protocol):
+    """A moecomm.Buffer, whose room is above this one."""
+
+    rounds: Rounds
 
 
 class ExpertWeights:
@@ -69,40 +74,33 @@ class ExpertWeights:
         *,
         dtype: torch.dtype | Mapping[str, torch.dtype] = torch.bfloat16,
     ) -> None:
-        if not isinstance(buffer, Buffer) or buffer.placement is None:
+        rounds = getattr(buffer, "rounds", None)
+        if not isinstance(rounds, Rounds) or rounds.placement is None:
             raise BadInput("buffer", repr(buffer), "a Buffer that was opened with a placement")
         if not isinstance(shapes, Mapping) or not shapes:
             raise BadInput("shapes", repr(shapes), "shapes by name")
-        self._buffer, self._rounds, slots, at = buffer, buffer.rounds, buffer.placement.slots, 0
-        parts: dict[str, tuple[tuple[int, ...], torch.dtype, int]] = {}
+        kinds: dict[str, Kind] = {}
         for name, shape in shapes.items():
             kind: Any = dtype.get(name) if isinstance(dtype, Mapping) else dtype
             check_dtype("dtype", kind, _DTYPES)
-            whole = (slots, *check_shape("shapes", shape))
-            parts[name] = whole, kind, at
-            at += -(-math.prod(whole) * kind.itemsize // _ALIGNMENT) * _ALIGNMENT
-        group, device = buffer.rounds.members.group, buffer.device
-        self._agree(parts)
-        backend: Any = buffer.rounds.settings.backend
+            kinds[name] = check_shape("shapes", shape), kind
+        _agree(rounds, kinds)
+        slots = rounds.placement.slots
         try:
-            self._window = Window(group, at, backend=backend, device=device, timeout_s=buffer.timeout_s)
+            self._exchange = Exchange(rounds, slots, kinds)
         except BadInput as error:
             if error.argument != "nbytes":
                 raise
             want = f"weights of {slots} slots in all that take {error.want}"
-            raise BadInput("shapes", f"{at} bytes on each rank", want, error.rank) from None
-        reach = self._window.pointers
-        self._tensors = {
-            name: SlotTensor(partial(_of, self._window, *part), reach, part[2], f"{name} at {part[2]}")
-            for name, part in parts.items()
-        }
-        for tensor in self._tensors.values():
-            self._rounds.slot_tensors.add(tensor.of(self._window.rank).data_ptr(), tensor)
+            raise BadInput("shapes", f"{error.got} bytes on each rank", want, error.rank) from None
+        for tensor in self._exchange.tensors.values():
+            rounds.slot_tensors.add(tensor.of(rounds.rank).data_ptr(), tensor)
+        self._buffer, self._rounds, self._window = buffer, rounds, self._exchange.window
         self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            plain_kernel.load(PAUSE, device.index)  # now: loading waits for kernels that are running
-        self._next: Placement | None = None  # fills slots that are empty in the placement of generation `_since`
+        if rounds.device.type == "cuda":
+            self._stream = torch.cuda.Stream(rounds.device)  # type: ignore[no-untyped-call]
+            plain_kernel.load(PAUSE, rounds.device.index)  # now: loading waits for kernels that are running
+        self._next: tuple[Placement, Table] | None = None  # fills empty slots of the placement of generation `_since`
         self._since = 0
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -112,9 +110,10 @@ class ExpertWeights:
             BadInput: no such name.
             Closed: after close().
         """
-        if name not in self._tensors:
-            raise BadInput("name", repr(name), " or ".join(map(repr, self._tensors)))
-        return self._tensors[name].of(self._window.rank)
+        tensors = self._exchange.tensors
+        if name not in tensors:
+            raise BadInput("name", repr(name), " or ".join(map(repr, tensors)))
+        return tensors[name].of(self._rounds.rank)
 
     def prefetch(self, target: Placement, *, max_gbs: float | None = None) -> Placement:
         """Start to copy the experts that a placement has in other slots, and return what commit() sets.
@@ -135,25 +134,25 @@ class ExpertWeights:
             Closed: the Buffer is closed.
             As Window.barrier().
         """
-        self._require_same_ranks()
-        self._rounds.require_usable()
+        rounds = self._rounds_of_buffer()
+        rounds.require_usable()
         if max_gbs is not None:
             check_real("max_gbs", max_gbs, *_RATES)
-        refuse_capture(self._rounds, "prefetch")
-        before = self._buffer.placement
+        refuse_capture(rounds, "prefetch")
+        before = rounds.placement
         assert before is not None
         after = step(before, target)
         if before.choice == "balanced":
             new = (after.experts != before.experts) & (after.experts != NONE)
-            self._rounds.reserve(new.flatten().nonzero().flatten().tolist())
-        self._rounds.session.order()
-        if self._stream is None:
-            self._fill(before, after, max_gbs)
-        else:
-            self._stream.wait_stream(torch.cuda.current_stream(self._buffer.device))
-            with torch.cuda.stream(self._stream):
-                self._fill(before, after, max_gbs)
-        self._next, self._since = after, self._rounds.generation
+            rounds.reserve(new.flatten().nonzero().flatten().tolist())
+        rounds.session.order()
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(rounds.device))
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            self._window.barrier()  # earlier copies of all ranks have ended
+            pace = None if max_gbs is None else Pace(rounds.device, max_gbs)
+            self._fill(before, after, pace)
+        self._next, self._since = (after, rounds.table_of(after)), rounds.generation
         return after
 
     def commit(self) -> None:
@@ -166,65 +165,73 @@ class ExpertWeights:
             BadInput: nothing was prefetched, or the placement has changed since; a Buffer that has shrunk.
             As Buffer.set_placement() and Window.barrier().
         """
-        self._require_same_ranks()
-        if self._next is None or self._rounds.generation != self._since:
+        rounds = self._rounds_of_buffer()
+        if self._next is None or rounds.generation != self._since:
             raise BadInput("commit", "nothing to commit", "prefetch() first, by the placement that the Buffer has now")
         if self._stream is not None:
             self._stream.synchronize()
         self._window.raise_failure()
-        reserved, self._rounds.reserved = self._rounds.reserved, frozenset()
+        reserved, rounds.reserved = rounds.reserved, frozenset()
         try:
-            self._buffer.set_placement(self._next)
+            set_placement(rounds, *self._next)
         except BaseException:
-            self._rounds.reserved = reserved
+            rounds.reserved = reserved
             raise
         self._next = None
 
     def close(self) -> None:
         """Give the memory back.  Tensors that are still referenced stay valid."""
-        self._window.close()
+        self._exchange.close()
 
-    def _agree(self, parts: Mapping[str, tuple[tuple[int, ...], torch.dtype, int]]) -> None:
-        """Compare the tensors of all ranks, whose copies find them by place."""
-        members = self._rounds.members
-        mine = {
-            "shapes": ", ".join(f"{name} {list(shape[1:])}" for name, (shape, _, _) in parts.items()),
-            "dtype": ", ".join(f"{name} {dtype}" for name, (_, dtype, _) in parts.items()),
-        }
-        how: dict[str, Any] = {"of": "ExpertWeights", "note": "ExpertWeights()"}
-        with opening(members.group, members.timeout_s, **how) as ranks:
-            for rank, record in enumerate(ranks.all_gather(json.dumps(mine).encode())):
-                for name, theirs in json.loads(record).items():
-                    if theirs != mine[name]:
-                        raise Mismatch(name, mine[name], theirs, rank)
-            ranks.settle()
-
-    def _require_same_ranks(self) -> None:
+    def _rounds_of_buffer(self) -> Rounds:
         if self._buffer.rounds is not self._rounds:
             raise BadInput("buffer", "one that has shrunk", "other ExpertWeights of the ranks that are left")
+        return self._rounds
 
-    def _fill(self, before: Placement, after: Placement, max_gbs: float | None) -> None:
-        self._window.barrier()  # earlier copies of all ranks have ended
-        pace = None if max_gbs is None else Pace(self._buffer.device, max_gbs)
-        me, domain = self._window.rank, self._rounds.domain_ranks
-        for slot, (old, new) in enumerate(zip(before.held[me], after.held[me], strict=True)):
-            if new in (NONE, old):
-                continue
+    def _fill(self, before: Placement, after: Placement, pace: Pace | None) -> None:
+        mine = self._exchange.of(self._rounds.rank)
+        for slot, rank, source in _copies(self._rounds, before, after):
             self._rounds.filled[slot] = self._rounds.generation + 1
-            held = [divmod(one, before.slots) for one in before.slots_by_expert[new]]
-            rank, source = min(
-                held, key=lambda one: (one[0] != me, one[0] // domain != me // domain, (one[0] - me) % before.ranks)
-            )
-            for tensor in self._tensors.values():
-                to, origin = tensor.of(me)[slot], tensor.of(rank)[source]
+            for to, origin in zip(mine, self._exchange.of(rank), strict=True):
                 if pace is None:
-                    to.copy_(origin)
+                    to[slot].copy_(origin[source])
                 else:
-                    pace.copy(to, origin)
+                    pace.copy(to[slot], origin[source])
 
 
-def _of(window: Window, shape: tuple[int, ...], dtype: torch.dtype, offset: int, rank: int) -> torch.Tensor:
-    return window.tensor(shape, dtype, rank=rank, offset=offset)
+def _agree(rounds: Rounds, kinds: Mapping[str, Kind]) -> None:
+    """Compare the tensors of all ranks, whose copies find them by place.  Collective."""
+    mine = {
+        "shapes": ", ".join(f"{name} {list(shape)}" for name, (shape, _) in kinds.items()),
+        "dtype": ", ".join(f"{name} {dtype}" for name, (_, dtype) in kinds.items()),
+    }
+    members = rounds.members
+    how: dict[str, Any] = {"of": "ExpertWeights", "note": "ExpertWeights()"}
+    with opening(members.group, members.timeout_s, **how) as ranks:
+        for rank, record in enumerate(ranks.all_gather(json.dumps(mine).encode())):
+            for name, theirs in json.loads(record).items():
+                if theirs != mine[name]:
+                    raise Mismatch(name, mine[name], theirs, rank)
+        ranks.settle()
+
+
+def _copies(rounds: Rounds, before: Placement, after: Placement) -> list[tuple[int, int, int]]:
+    """Return the slots of this rank that get an expert, and for each a rank and its slot that had it before.
+
+    That is this rank if it can be, else one of its domain, else any: the next one in order of ranks.
+    """
+    me, ranks, domain = rounds.rank, before.ranks, rounds.domain_ranks
+    away = [  # of each slot
+        (rank - me) % ranks + ranks * (rank // domain != me // domain)
+        for rank in range(ranks)
+        for _ in range(before.slots)
+    ]
+    found = []
+    for slot, (old, new) in enumerate(zip(before.held[me], after.held[me], strict=True)):
+        if new not in (NONE, old):
+            source = min(before.slots_by_expert[new], key=away.__getitem__)
+            found.append((slot, *divmod(source, before.slots)))
+    return found
 
 
 def step(before: Placement, target: Placement) -> Placement:
@@ -237,9 +244,9 @@ def step(before: Placement, target: Placement) -> Placement:
         BadInput: other experts or ranks, more slots, or another choice where that can't change.
     """
     target = placements.successor("target", before, target)
-    found = []
+    found, known = [], {expert for expert, slots in enumerate(before.slots_by_expert) if slots}
     for held, wanted in zip(before.held, target.held, strict=True):
-        left = [expert for expert in wanted if expert != NONE and before.slots_by_expert[expert]]
+        left = list(filter(known.__contains__, wanted))
         slots = [NONE] * before.slots
         for slot, expert in enumerate(held):
             if expert in left:
@@ -249,7 +256,7 @@ def step(before: Placement, target: Placement) -> Placement:
             if expert == NONE and left:
                 slots[slot] = left.pop(0)
         found.append(slots)
-    there = {expert for slots in found for expert in slots}
+    there = set(chain.from_iterable(found))
     for slots, held in zip(found, before.held, strict=True):
         for slot, expert in enumerate(held):
             if slots[slot] == NONE and expert != NONE and expert not in there:
