@@ -8,15 +8,15 @@ from typing import Any, Literal
 import torch
 
 from moecomm.base.validation import check_flags, check_integer
-from moecomm.compat.deep_ep import comm
+from moecomm.compat.deep_ep import comm, redundant
 from moecomm.compat.deep_ep.allocator import BufferAllocator, planned
 from moecomm.compat.deep_ep.base import BufferBase
 from moecomm.compat.deep_ep.elastic_rounds import ElasticRounds
 from moecomm.compat.deep_ep.ep_handle import EPHandle
 from moecomm.compat.deep_ep.event import EventOverlap, finished, wait_for
 from moecomm.compat.deep_ep.pool import counted_by_pool, not_here
-from moecomm.compat.deep_ep.redundant import Checked, RedundantExperts
 from moecomm.errors import BadInput
+from moecomm.window import Window
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 
@@ -62,11 +62,11 @@ class EPBuffer(ElasticRounds):
             num_gpu_timeout_secs,
             explicitly_destroy,
         )
-        self._redundant: RedundantExperts | None = None
+        self._redundant: Window | None = None
         if self.num_lb_bytes:
-            self._redundant = RedundantExperts(group, self.num_lb_bytes, float(num_gpu_timeout_secs))
+            self._redundant = Window(group, self.num_lb_bytes, timeout_s=float(num_gpu_timeout_secs))
             if plan is not None:
-                plan.materialize(self._redundant.storage)
+                plan.materialize(self._redundant.local)
 
     def destroy(self) -> None:
         """Give the memory back.  Idempotent, and allowed without `explicitly_destroy` too."""
@@ -77,7 +77,7 @@ class EPBuffer(ElasticRounds):
     @property
     def lb_storage(self) -> torch.Tensor | None:
         """uint8 `[num_lb_bytes]`: this rank's region of redundant experts; None without one."""
-        return None if self._redundant is None else self._redundant.storage
+        return None if self._redundant is None else self._redundant.local
 
     @counted_by_pool
     def barrier(
@@ -250,16 +250,16 @@ class EPBuffer(ElasticRounds):
         self._pool.require_open()
         if (region := self._redundant) is None:
             raise BadInput("lb_allocation_plan_or_num_bytes", 0, f"a region for redundant experts, for {call}")
-        made: list[Checked] = []
+        made: list[redundant.Checked] = []
 
         def checked() -> str:
             check_integer("num_sms", num_sms, 0)
             wait_for(previous_event)
-            made.append(region.check(what, there, here, mapping))
+            made.append(redundant.check(region, what, there, here, mapping))
             return made[0].text
 
         self._pool.calls.agree(f"EPBuffer.{call}", checked)
-        region.run(made[0])
+        redundant.run(region, made[0])
         return finished(True)
 
     def _memory(self) -> dict[str, int]:
