@@ -35,6 +35,7 @@ from moecomm.weights import ExpertWeights
 from moecomm.window import Window
 
 if TYPE_CHECKING:
+    from moecomm import checkpoints as checkpoints
     from moecomm import fused as fused
     from moecomm import nn as nn
     from moecomm import ops as ops
@@ -92,7 +93,7 @@ def include_dir() -> str:
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("fused", "nn", "ops", "overlap"):  # registering operators takes a while
+    if name in ("checkpoints", "fused", "nn", "ops", "overlap"):  # registering operators takes a while
         return importlib.import_module(f"moecomm.{name}")
     if name == "Router":
         from moecomm.router import Router

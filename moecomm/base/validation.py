@@ -96,6 +96,11 @@ def check_drawn(seed: object, dtype: object, device: object) -> None:
     check_integer("seed", seed, -_MOST_SEED, _MOST_SEED)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
         raise BadInput("dtype", repr(dtype), "a floating dtype of 16 bits or more")
+    check_device(device)
+
+
+def check_device(device: object) -> None:
+    """Raise BadInput unless memory can be taken on the device (None: torch's default)."""
     if device is None:
         return
     try:

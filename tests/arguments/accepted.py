@@ -77,6 +77,7 @@ _OWN = (
     *_of("deep_ep.EPBuffer.lb_reduce_grads", "expert_grads"),
 )
 
+_LOADERS = ("checkpoints.gpt_oss", "checkpoints.deepseek_v4", "checkpoints.modelopt")
 _PRODUCTS = tuple(
     f"overlap.{name}"
     for name in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all")
@@ -336,6 +337,8 @@ TABLE = (
         ("by column", "with gaps", "rows that are one", "negated", "a parameter", "an array"),
         ("moecomm.Placement.slots_of(counts)",),
     ),
+    Row("all, or some", ("None", "[]", "()", "[1]", "(1, 2)"), tuple(f"{load}(experts)" for load in _LOADERS)),
+    Row("no prefix", ("''",), ("prefix",)),
     Row("as before", ("None",), _of("balance.plan", "groups", "nodes", "previous", "ranks", "slots")),
     Row("slots of two ranks", ("(1, 2)",), ("balance.plan(slots)",)),
     Row("any number of copies and bytes", ("None", "0", "2**31"), ("max_moves", "max_bytes", "expert_bytes")),
@@ -510,7 +513,7 @@ TABLE = (
             *("num_experts", "num_groups", "num_local_experts", "num_max_dispatch_tokens_per_rank"),
             *("num_max_nvl_chunked_send_tokens", "num_max_rdma_chunked_send_tokens", "num_of_experts", "num_ranks"),
             *("num_max_tokens_per_rank", "num_topk", "ranks", "routed", "row_unit", "scale_format", "scale_layout"),
-            *("stages", "target", "tokens", "topk", "topk_groups", "workspace", "x"),
+            *("stages", "target", "tensors", "tokens", "topk", "topk_groups", "workspace", "x"),
             *("layers", "parts", "recorded"),
             *("after", "before", "choice", "policy", "nodes", "balance.Plan(slots)"),
         ),

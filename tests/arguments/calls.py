@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 
 import moecomm
-from moecomm import balance, compat, fused, nn, ops, overlap, router, routing
+from moecomm import balance, checkpoints, compat, fused, nn, ops, overlap, router, routing
 from moecomm.compat import deep_ep
 from moecomm.ranks.rendezvous import Alone
 from moecomm.tools import launch
@@ -34,6 +34,7 @@ MODULES: dict[str, ModuleType] = {
     "ops": ops,
     "nn": nn,
     "fused": fused,
+    "checkpoints": checkpoints,
     "overlap": overlap,
     "routing": routing,
     "balance": balance,
@@ -576,6 +577,7 @@ def of_moecomm() -> dict[str, list[Call]]:
         "fused.choose_fp8": [
             Call(fused.choose_fp8, {"expected_rows": 16, "groups": 8, "columns": 256, "multiprocessors": 132})
         ],
+        **_loaders(),
         "fused.interleave": [Call(fused.interleave, {"w13": w13})],
         "fused.deinterleave": [Call(fused.deinterleave, {"w13": w13})],
         "fused.quantize_weights": [Call(fused.quantize_weights, {"w": w2})],
@@ -623,6 +625,32 @@ def of_moecomm() -> dict[str, list[Call]]:
                 },
             ),
         ],
+    }
+
+
+def _loaders() -> dict[str, list[Call]]:
+    def drawn(*names: str, experts: tuple[int, ...] = (), **kinds: tuple[tuple[int, ...], torch.dtype]) -> Any:
+        return {
+            f"{name}{kind}": torch.zeros((*experts, *shape)).to(dtype)
+            for name in names
+            for kind, (shape, dtype) in kinds.items()
+        }
+
+    u8, i8, e8m0, e4m3, f32 = torch.uint8, torch.int8, torch.float8_e8m0fnu, torch.float8_e4m3fn, torch.float32
+    ones: dict[str, Any] = {"_blocks": ((I, 1, 16), u8), "_scales": ((I, 1), u8), "_bias": ((I,), BF16)}
+    four: dict[str, Any] = {".weight": ((I, 16), i8), ".scale": ((I, 1), e8m0)}
+    nv: dict[str, Any] = {".weight": ((I, 16), u8), ".weight_scale": ((I, 2), e4m3), ".weight_scale_2": ((), f32)}
+    parts = ("gate_proj", "up_proj", "down_proj")
+    checkpoint = {
+        "gpt_oss": drawn("gate_up_proj", "down_proj", experts=(3,), **ones),
+        "deepseek_v4": drawn(*(f"{expert}.{part}" for expert in range(3) for part in ("w1", "w2", "w3")), **four),
+        "modelopt": drawn(*(f"{expert}.{part}" for expert in range(3) for part in parts), **nv),
+    }
+    return {
+        f"checkpoints.{name}": [
+            Call(getattr(checkpoints, name), {"tensors": tensors, "experts": [1, 0], "prefix": "", "device": "cpu"})
+        ]
+        for name, tensors in checkpoint.items()
     }
 
 

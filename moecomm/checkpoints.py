@@ -1,0 +1,240 @@
+"""Four-bit weights of experts as checkpoints have them, made to arguments of Buffer.moe in one pass.
+
+Each function takes tensors by name, such as safetensors.torch.load_file() returns them, and gives what
+`buffer.moe(x, topk_idx, topk_weights, **given)` takes.  Every byte is copied once: rows into their order, experts below
+each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from moecomm.base.placement import NONE
+from moecomm.base.validation import check_dense, check_device, is_integer
+from moecomm.errors import BadInput
+from moecomm.fused import Mxfp4, Nvfp4
+
+__all__ = ["deepseek_v4", "gpt_oss", "modelopt"]
+
+_BYTES = torch.uint8, torch.int8
+_EXPONENTS = torch.uint8, torch.float8_e8m0fnu
+_NUMBERS = torch.bfloat16, torch.float16, torch.float32
+
+
+def gpt_oss(
+    tensors: Mapping[str, torch.Tensor],
+    experts: Sequence[int] | None = None,
+    *,
+    prefix: str = "",
+    device: torch.device | str | None = None,
+) -> dict[str, Any]:
+    """Return MXFP4 weights, biases and the activation of a layer of gpt-oss.
+
+    The checkpoint has all experts in one tensor, and rows of gate and up in turn:
+
+        given = checkpoints.gpt_oss(file, buffer.local_experts, prefix="model.layers.0.mlp.experts.", device="cuda")
+
+    Args:
+        tensors: `gate_up_proj_blocks` uint8 `[E, 2 I, H / 32, 16]`, `gate_up_proj_scales` uint8 `[E, 2 I, H / 32]`,
+            `gate_up_proj_bias` `[E, 2 I]`, and `down_proj_...` likewise, by these names behind `prefix`.
+        experts: of this rank, -1 for an empty slot, whose weights are 0.  None: all.
+        prefix: of names.
+        device: of the result.  None: that of the checkpoint's tensors.
+
+    Raises:
+        BadInput: no such tensor, or one of another type; an expert that is not there.
+    """
+    _check(tensors, experts, prefix, device)
+    found: dict[str, Any] = {}
+    for w, name in (("w13", "gate_up_proj"), ("w2", "down_proj")):
+        stacked = partial(_stacked, tensors, experts, device, rows_in_turn=w == "w13")
+        blocks = stacked(f"{prefix}{name}_blocks", (torch.uint8,), 4)
+        found[w] = Mxfp4(blocks.flatten(2), stacked(f"{prefix}{name}_scales", _EXPONENTS, 3))
+        found[f"{w}_bias"] = stacked(f"{prefix}{name}_bias", _NUMBERS, 2)
+    return {**found, "activation": "swigluoai"}
+
+
+def deepseek_v4(
+    tensors: Mapping[str, torch.Tensor],
+    experts: Sequence[int] | None = None,
+    *,
+    prefix: str = "",
+    device: torch.device | str | None = None,
+) -> dict[str, Any]:
+    """Return MXFP4 weights of a layer of DeepSeek-V4.
+
+    The checkpoint has tensors for each expert: `w1` is gate, `w3` up, `w2` down.
+
+        given = checkpoints.deepseek_v4(file, buffer.local_experts, prefix="layers.3.ffn.experts.")
+
+    Args:
+        tensors: `{expert}.{part}.weight` int8 `[N, K / 2]`, the even column in the low four bits, and
+            `{expert}.{part}.scale` float8_e8m0fnu `[N, K / 32]`, by these names behind `prefix`.
+        experts: of this rank, -1 for an empty slot, whose weights are 0.  None: 0 to the last one in a row.
+        prefix, device: see gpt_oss().
+
+    Raises:
+        BadInput: as gpt_oss().
+    """
+    _check(tensors, experts, prefix, device)
+    found = {}
+    for w, parts in (("w13", ("w1", "w3")), ("w2", ("w2",))):
+        some = _Experts(tensors, prefix, experts, parts, device)
+        scales = some.rows("scale", _EXPONENTS)
+        found[w] = Mxfp4(some.rows("weight", _BYTES), scales.view(torch.float8_e8m0fnu))
+    return found
+
+
+def modelopt(
+    tensors: Mapping[str, torch.Tensor],
+    experts: Sequence[int] | None = None,
+    *,
+    prefix: str = "",
+    device: torch.device | str | None = None,
+) -> dict[str, Any]:
+    """Return NVFP4 weights of a layer as ModelOpt writes it.
+
+    The checkpoint has tensors for each expert: `gate_proj`, `up_proj` and `down_proj`.  Gate and up have factors of
+    their own, so `w13` gets one for each row.
+
+        given = checkpoints.modelopt(file, buffer.local_experts, prefix="model.layers.3.mlp.experts.")
+
+    Args:
+        tensors: `{expert}.{part}.weight` uint8 `[N, K / 2]`, `{expert}.{part}.weight_scale` float8_e4m3fn `[N, K / 16]`
+            and `{expert}.{part}.weight_scale_2` float32 of one element, by these names behind `prefix`.
+        experts: see deepseek_v4().
+        prefix, device: see gpt_oss().
+
+    Raises:
+        BadInput: as gpt_oss().
+    """
+    _check(tensors, experts, prefix, device)
+    found = {}
+    for w, parts in (("w13", ("gate_proj", "up_proj")), ("w2", ("down_proj",))):
+        some = _Experts(tensors, prefix, experts, parts, device)
+        data, scales = some.rows("weight", _BYTES), some.rows("weight_scale", (torch.float8_e4m3fn,))
+        factors = some.numbers("weight_scale_2")
+        if len(parts) > 1:
+            factors = factors.repeat_interleave(data.shape[1] // len(parts), dim=1)
+        found[w] = Nvfp4(data, scales.view(torch.float8_e4m3fn), factors)
+    return found
+
+
+def _stacked(
+    tensors: Mapping[str, torch.Tensor],
+    experts: Sequence[int] | None,
+    device: torch.device | str | None,
+    name: str,
+    dtypes: tuple[torch.dtype, ...],
+    dims: int,
+    *,
+    rows_in_turn: bool,
+) -> torch.Tensor:
+    """Return some experts of a tensor that has all of them; `rows_in_turn`: its even rows, and then the others."""
+    whole = _tensor(tensors, name, dtypes, dims)
+    ids = list(range(len(whole)) if experts is None else experts)
+    if max(ids, default=NONE) >= len(whole):
+        raise BadInput("experts", max(ids), f"-1 to {len(whole) - 1}, as {name} has")
+    if rows_in_turn and whole.shape[1] % 2:
+        raise BadInput("tensors", f"{name} {tuple(whole.shape)}", "an even number of rows")
+    if rows_in_turn:
+        whole = whole.reshape(len(whole), -1, 2, *whole.shape[2:]).transpose(1, 2)
+    made = whole.index_select(0, torch.tensor(ids, dtype=torch.int64, device=whole.device).clamp(min=0))
+    if NONE in ids:
+        made[[slot for slot, expert in enumerate(ids) if expert == NONE]] = 0
+    return (made.flatten(1, 2) if rows_in_turn else made).to(device)
+
+
+class _Experts:
+    """Tensors that a checkpoint has for each expert: some parts, whose rows go below each other.
+
+    Args:
+        tensors, prefix, experts, device: see gpt_oss().
+        parts: of an expert.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        prefix: str,
+        experts: Sequence[int] | None,
+        parts: Sequence[str],
+        device: torch.device | str | None,
+    ) -> None:
+        self._tensors, self._prefix, self._parts = tensors, prefix, parts
+        if experts is None:
+            last = 0
+            while f"{prefix}{last}.{parts[0]}.weight" in tensors:
+                last += 1
+            experts = range(max(last, 1))  # of expert 0 the first name is looked for, and named
+        self._experts = list(experts)
+        self._some = next((expert for expert in experts if expert != NONE), 0)
+        first = _tensor(tensors, self._name(self._some, parts[0], "weight"), _BYTES, 2)
+        self._device = first.device if device is None else device
+
+    def rows(self, name: str, dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:
+        """Return bytes `[experts, parts * N, columns]` of tensors `[N, columns]` with one byte an element."""
+        shape = _tensor(self._tensors, self._name(self._some, self._parts[0], name), dtypes, 2).shape
+        sizes = len(self._experts), len(self._parts), *shape
+        made = torch.zeros(sizes, dtype=torch.uint8, device=self._device)
+        for slot, nth, found in self._each(name, dtypes, shape):
+            made[slot, nth].copy_(found.view(torch.uint8))
+        return made.flatten(1, 2)
+
+    def numbers(self, name: str) -> torch.Tensor:
+        """Return float32 `[experts, parts]` of tensors with one element."""
+        made = torch.zeros(len(self._experts), len(self._parts))
+        for slot, nth, found in self._each(name, (torch.float32,), None):
+            made[slot, nth] = found.item()
+        return made.to(self._device)
+
+    def _each(
+        self, name: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...] | None
+    ) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Yield the slot, the number of the part, and the tensor; `shape`: None for one element."""
+        for slot, expert in enumerate(self._experts):
+            for nth, part in enumerate(self._parts):
+                if expert == NONE:
+                    continue
+                found = _tensor(self._tensors, named := self._name(expert, part, name), dtypes, None)
+                if (found.numel() != 1) if shape is None else (found.shape != shape):
+                    want = "one element" if shape is None else f"{tuple(shape)}, as expert {self._some} has"
+                    raise BadInput("tensors", f"{named} {tuple(found.shape)}", want)
+                yield slot, nth, found
+
+    def _name(self, expert: int, part: str, name: str) -> str:
+        return f"{self._prefix}{expert}.{part}.{name}"
+
+
+def _check(tensors: object, experts: object, prefix: object, device: object) -> None:
+    """Raise BadInput for what is no mapping, no list of experts, no text, or no device."""
+    if not isinstance(tensors, Mapping):
+        raise BadInput("tensors", type(tensors).__name__, "tensors by name")
+    if not isinstance(prefix, str):
+        raise BadInput("prefix", type(prefix).__name__, "text")
+    check_device(device)
+    if experts is None:
+        return
+    if not isinstance(experts, Sequence) or isinstance(experts, (str, bytes)):
+        raise BadInput("experts", type(experts).__name__, "a list of experts, or None")
+    for expert in experts:
+        if not is_integer(expert) or expert < NONE:
+            raise BadInput("experts", repr(expert), "-1, or the number of an expert")
+
+
+def _tensor(
+    tensors: Mapping[str, torch.Tensor], name: str, dtypes: tuple[torch.dtype, ...], dims: int | None
+) -> torch.Tensor:
+    """Return the tensor of that name.  Raises BadInput."""
+    if name not in tensors:
+        raise BadInput("tensors", f"no {name}", "the tensors of a layer's experts")
+    found = tensors[name]
+    check_dense("tensors", found)
+    if found.dtype not in dtypes or (dims is not None and found.dim() != dims):
+        want = " or ".join(map(str, dtypes)) + ("" if dims is None else f" of {dims} dimensions")
+        raise BadInput("tensors", f"{name} of {found.dtype} {tuple(found.shape)}", want)
+    return found.detach()
