@@ -419,10 +419,9 @@ class Buffer(Bound):
         """Go on with the ranks that are left, after PeerLost, Timeout or Aborted.  Collective among them.
 
         They agree on who is left, open new windows, and number themselves 0 to R-1 in the order they had.  A rank that
-        others have named in a Timeout has 50 ms to come, any other `timeout_s`, unless its process has ended or has
-        closed the Buffer; one that waits in a round has until that fails.  Ranks that are lost meanwhile are left out,
-        too.  The old windows are given back, and never used again, because a rank that was taken for lost may still
-        write to them.
+        others have named in a Timeout has 50 ms to come, one that waits in a round until that fails, any other
+        `timeout_s`, unless its process has ended or has closed the Buffer.  Ranks that are lost meanwhile are left out,
+        too.  Old windows are given back and not used again: a rank that was taken for lost may still write to them.
 
         Outputs of earlier rounds stay valid; handles can't be used any more, nor graphs that were captured.
 
