@@ -324,7 +324,7 @@ def test_what_the_dispatch_left_behind_keeps_no_rank_from_the_combine(monkeypatc
         (routed,) = ranks.dispatch_layers([given])
         given.compute(routed)
         with monkeypatch.context() as context:
-            context.setattr(type(buffer.rounds), "raise_failure", lambda self: looked.append(self))
+            context.setattr(type(buffer.rounds), "require_usable", lambda self: looked.append(self))
             given.prepare_reduce()
             assert not looked
             prepare_combine(buffer, routed.x, routed.handle)

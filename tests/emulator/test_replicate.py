@@ -12,7 +12,7 @@ import torch
 from moecomm import combine
 from moecomm.backends.lsa_kernels import choice_of
 from moecomm.base.placement import NONE, Placement, replicated
-from moecomm.dispatch import Options, prepare
+from moecomm.dispatch import Request, prepare
 from moecomm.errors import BadInput, Mismatch
 from moecomm.gpu import plain_kernel
 from moecomm.testing import LocalBuffers
@@ -184,7 +184,7 @@ def test_a_choice_that_does_not_end_is_not_judged(machine: Machine, monkeypatch:
             here, there = (buffer.rounds for buffer in buffers.buffers)
             for rounds in (here, there):
                 rounds.admit()
-            dispatching = prepare(here, Options("expert"), **good)
+            dispatching = prepare(here, Request(), **good)
             combining = combine.prepare(there, combine.Request(), first[1].x, first[1].handle)
             asked = dispatching.args
             calls = [Call(asked, machine.sizes, choice_of(asked)), Call(combining.args, machine.sizes)]
