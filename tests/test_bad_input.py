@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -97,6 +98,18 @@ def test_dispatch_refuses(ranks: LocalBuffers, name: str) -> None:
     check_case(ranks, random_case(1, **SIZES))
 
 
+def test_rows_of_scales_have_less_than_a_mebibyte(ranks: LocalBuffers) -> None:
+    most, call = (1 << 18) - 1, {**good_call(), "x": torch.zeros(1, 64).bfloat16(), "topk_weights": None}
+    call["topk_idx"] = torch.tensor([[0, 4, 8, -1]])  # an expert of each rank
+    scales = torch.arange(3.0).view(3, 1, 1) + torch.arange(most) / most
+    for columns in (1, most):
+        routed = ranks.dispatch([{**call, "scales": scales[rank, :, :columns]} for rank in range(3)])
+        assert all(here.scales is not None and torch.equal(here.scales, scales[:, 0, :columns]) for here in routed)
+    for buffer in ranks.buffers:
+        with pytest.raises(moecomm.BadInput, match=r"scales: got 262144 columns; want .* less than 2\^20 bytes"):
+            buffer.dispatch(**call, scales=torch.zeros(1, most + 1))
+
+
 def test_combine_refuses(ranks: LocalBuffers) -> None:
     routed = ranks.dispatch([good_call() for _ in range(3)])
     first, y = ranks.buffers[0], torch.zeros_like(routed[0].x)
@@ -158,6 +171,39 @@ def test_a_bad_id_voids_the_round_on_every_rank(ranks: LocalBuffers, bad: int, l
         assert isinstance(error, moecomm.BadInput)
         assert (error.argument, error.rank) == ("topk_idx", 1) and str(bad) in str(error)
     check_case(ranks, random_case(3, **SIZES))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_first_of_several_bad_entries_is_named(workers: int) -> None:
+    """The first id that is bad, and a weight only where all ids are good; of several ranks that of the first.
+
+    Workers look at chunks of 8 tokens in turn.
+    """
+    sizes: dict[str, Any] = {**SIZES, "max_tokens": 32}
+
+    def call() -> dict[str, Any]:
+        ids = torch.arange(32 * 4).view(32, 4) % 12
+        x, weights = torch.zeros(32, 64).bfloat16(), torch.ones(32, 4)
+        return {"x": x, "topk_idx": ids, "topk_weights": weights, "check_weights": True, "num_sms": workers}
+
+    def told(calls: list[dict[str, Any]]) -> str:
+        error = _raises(ranks, calls)
+        for other in (error, *map(_left_behind, ranks.buffers[1:])):
+            assert isinstance(other, moecomm.BadInput) and str(other) == str(error)
+        return str(error)
+
+    with LocalBuffers(**sizes, backend="host", timeout_s=60) as ranks:
+        for first, later in itertools.pairwise(range(0, 32 * 4, 9)):
+            calls = [call() for _ in range(3)]
+            for rank, bad in ((1, 20), (2, 40)):
+                flat, weights = (calls[rank][name].view(-1) for name in ("topk_idx", "topk_weights"))
+                flat[first], flat[later], flat[-1] = bad, bad + 1, bad + 2
+                weights[0] = weights[-1] = torch.nan
+            assert told(calls).startswith("topk_idx (rank 1): got expert 20;")
+        calls = [call() for _ in range(3)]
+        calls[2]["topk_idx"][-1, -1], calls[1]["topk_weights"][0, 0] = 99, torch.nan
+        assert told(calls).startswith("topk_weights (rank 1): got NaN;")
+        check_case(ranks, random_case(3, **sizes))
 
 
 def test_too_many_rows_void_the_round_on_every_rank(ranks: LocalBuffers) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import moecomm
+from moecomm import _native
 from moecomm.base.sampling import Sampling
 from moecomm.combine import verify as combine_verify
 from moecomm.dispatch import verify as dispatch_verify
@@ -268,6 +269,21 @@ def test_a_combine_between_the_halves_of_a_dispatch_disturbs_none_of_them(every:
         ThreadPoolExecutor(4) as pool,
     ):
         assert min(pool.map(body, ranks.buffers)) > len(cases)
+
+
+def test_the_first_of_several_corrupt_rows_is_named() -> None:
+    """To rank 0 all rows of rank 1, of tokens 2 to 7, look changed: their hashes are not where it looks for them."""
+    with LocalBuffers(2, **SIZES, verify_every=1) as ranks:
+        x, ids = torch.ones(8, 64, dtype=torch.bfloat16), torch.tensor([[0, 1]] * 2 + [[0, 2]] * 6)
+        routed = ranks.dispatch([{"x": x, "topk_idx": ids}] * 2)
+        rounds = ranks.buffers[0].rounds
+        assert rounds.row_tables is not None
+        shape = rounds.session.context.shape
+        blank = [torch.zeros(_native.RowChecks.table_bytes(shape), dtype=torch.uint8) for _ in range(2)]
+        rounds.row_tables.checks = _native.RowChecks(shape, 0, [table.data_ptr() for table in blank])
+        with pytest.raises(moecomm.CorruptRow) as caught:
+            ranks.combine([{"y": one.x, "handle": one.handle} for one in routed])
+        assert (caught.value.source, caught.value.token_rank, caught.value.token) == (1, 0, 2)
 
 
 def test_ranks_of_one_thread_verify_combines_as_well() -> None:

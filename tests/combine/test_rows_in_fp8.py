@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import moecomm
+from moecomm.combine import arguments
 from moecomm.errors import BadInput
 from moecomm.fused import Fp8
 from moecomm.routed import ChunkedHandle
@@ -49,6 +50,17 @@ def test_values_times_scales_are_rounded_once(wire: Any, dtype: torch.dtype, lay
             for ys in (given, plain)
         )
     assert all(map(torch.equal, outs, want))
+
+
+def test_more_rows_than_are_dequantized_at_once() -> None:
+    """Rows are dequantized in parts; with as many as two parts and a half, each row of `out` is its own."""
+    count = arguments._AT_ONCE * 5 // 2
+    sizes = {**SIZES, "hidden": 16, "topk": 1, "max_tokens": count}
+    x, ids = torch.zeros(count, 16).bfloat16(), torch.zeros(count, 1, dtype=torch.int64)
+    with moecomm.Buffer("self", **sizes) as buffer:
+        routed = buffer.dispatch(x, ids, layout="expert")
+        y = rows(routed.handle.y_shape, 1, by_column=False)
+        assert torch.equal(buffer.combine(y, routed.handle), (y.data.float() * y.scales).bfloat16())
 
 
 def test_chunks_of_rows_are_taken() -> None:

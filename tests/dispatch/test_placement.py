@@ -182,6 +182,16 @@ def test_too_many_slots_are_refused_at_once(experts: Any) -> None:
     assert time.process_time() - begin < 2
 
 
+def test_an_expert_has_fewer_than_4096_replicas() -> None:
+    placement = Placement([[0] * 4095], choice="token")
+    sizes = {**SIZES, "num_experts": 1, "topk": 1, "max_tokens": 4096}
+    with moecomm.Buffer("self", **sizes, placement=placement) as buffer:
+        routed = buffer.dispatch(torch.zeros(4096, 16).bfloat16(), torch.zeros(4096, 1, dtype=torch.int64))
+        assert routed.tokens_per_expert.tolist() == [2, *[1] * 4094]  # the last token takes the first replica again
+    with pytest.raises(BadInput, match="experts: got 4096 slots of one expert; want fewer than 4096"):
+        Placement([[0] * 4096])
+
+
 @pytest.mark.parametrize("choice", ["token", "nearest"])
 def test_replicas_take_turns(choice: ReplicaChoice) -> None:
     """By the number of the token plus k; "nearest" where the token is, if there is one."""

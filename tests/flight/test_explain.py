@@ -136,6 +136,17 @@ def test_the_host_of_a_gpu_rank_may_be_behind_though_another_rank_is_the_culprit
     assert verdict_of(tmp_path, *ranks[:2]).ranks == (2,)
 
 
+@pytest.mark.parametrize("behind", [0, 1])
+def test_of_ranks_that_wait_for_each_other_the_one_with_fewer_calls_is_named(behind: int, tmp_path: Path) -> None:
+    """Others wait for rank 2, which waits for one of them, and has made even fewer calls."""
+    ranks = [FakeRank(rank, 5, on_host=False) for rank in range(5)]
+    for rank, peer in zip(ranks, (1, 0, 0, 2, 2), strict=True):
+        rank.make([("dispatch", 0)] * (10 if rank.rank == 2 else 20 if rank.rank == behind else 30))
+        rank.fail(Timeout, peer)
+    found = verdict_of(tmp_path, *ranks)
+    assert (found.ranks, found.how) == ((behind,), "no call")
+
+
 def test_a_death_that_others_saw_is_named_without_a_failure(tmp_path: Path) -> None:
     ranks = [FakeRank(rank, 3) for rank in range(3)]
     for rank in ranks:

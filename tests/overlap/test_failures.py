@@ -76,6 +76,7 @@ BAD: dict[str, tuple[Callable[[overlap.Workspace], Any], str]] = {
     "offsets from 1": (lambda s: EMB(zeros(1, 4, 3), ids(6), s, offsets=ends(1, 3, 6)), "offsets"),
     "offsets beyond": (lambda s: EMB(zeros(1, 4, 3), ids(6), s, offsets=ends(0, 3, 7)), "offsets"),
     "offsets that decrease": (lambda s: EMB(zeros(1, 4, 3), ids(6), s, offsets=ends(0, 7, 6)), "offsets"),
+    "offsets of no table": (lambda s: EMB(zeros(0, 4, 3), ids(0), s, offsets=ends(0, 0, 0)), "offsets"),
     "fused": (lambda s: AGM(zeros(2, 3), zeros(4, 3), s, fused="yes"), "fused"),
     "return_gathered": (lambda s: AGM(zeros(2, 3), zeros(4, 3), s, return_gathered=2), "return_gathered"),
     "no workspace": (lambda s: AGM(zeros(2, 3), zeros(4, 3), None), "workspace"),

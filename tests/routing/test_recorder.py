@@ -163,7 +163,8 @@ def test_other_shapes_and_rounds_that_are_refused_are_not_recorded(tmp_path: Pat
     ids = routing(1, 2)[0]
     with Buffer(**SIZES) as buffer, Buffer(**{**SIZES, "num_experts": 4}) as other:
         with RoutingRecorder(tmp_path / "x") as recorder:
-            for wrong in (ids[:, :2], ids.float(), ids.view(-1), ids + 100, None):
+            beyond = [ids.new_tensor([[0, 1, 2], [3, 4, bad]]) for bad in (8, -2)]
+            for wrong in (ids[:, :2], ids.float(), ids.view(-1), ids + 100, None, *beyond):
                 with pytest.raises(BadInput, match="topk_idx"):
                     buffer.dispatch(rows(2), wrong)
             buffer.dispatch(rows(2), ids)

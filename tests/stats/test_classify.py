@@ -75,6 +75,17 @@ def test_one_pair_that_waits_for_rows_is_a_slow_link(ranks: int, phase: int) -> 
     assert finding.text.startswith("the link from rank 1 to rank 0 is slow: rank 0 waits ")
 
 
+@pytest.mark.parametrize("beside", ["other peers of the rank that waits", "other ranks that wait for the peer"])
+def test_a_link_is_slow_only_if_it_is_slower_than_those_beside_it(beside: str) -> None:
+    """Most ranks beside it wait as well, but not all, which would be a slow end."""
+    for factor, want in ((2.9, []), (3.1, [("slow link", (1, 0))])):
+        waits = usual(8)
+        line = waits[DISPATCH, 0, 2:6] if beside.startswith("other peers") else waits[DISPATCH, 2:6, 1]
+        line += 200 * MS
+        waits[DISPATCH, 0, 1] = int(factor * int(line.max()))
+        assert found(job(waits)) == want
+
+
 def test_a_link_with_many_rows_says_so() -> None:
     waits, rows = usual(4), torch.full((4, 4), 1000)
     waits[DISPATCH, 3, 1] += 200 * MS
