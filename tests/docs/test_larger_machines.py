@@ -30,6 +30,7 @@ LIKE = {  # results that pieces without one resemble
 }
 # No table has them: pictures, long tables and the model of `moecomm simulate` do.
 WITHOUT_TABLE = {"sweep", "all-to-all", "eager", "tune-layers", "all-gather-study"}
+FIRST = {"who": "moecomm", "tokens": 128, "layout": "flat", "what": "dispatch", "payload": "fp8", "sms_asked": 0}
 WEIGHTS: list[dict[str, Any]] = [
     {"what": "copies", "held": 8, "gbs": 311.5},
     {"what": "rounds", "tokens": 128, "us": 61.25, "beside_us": 70.5, "ratio": 1.151},
@@ -146,18 +147,21 @@ def test_each_result_of_eight_gpus_is_named_and_all_but_some_are_in_a_table(load
 
 
 def test_their_numbers_stand_in_tables_of_their_own(loaded: set[str]) -> None:
-    """As on the pages that there are: each number of a row is that of a result which the page names behind it."""
+    """As on the pages that there are, times are those of the results which a page names behind them."""
     import pages
     import readme
 
     texts = {str(path.relative_to(ROOT)): text for path, text in pages.pages().items()}
-    found = [table for page, text in texts.items() for table in test_tables.tables_of(page, text)]
+    found = [table for text in texts.values() for table in test_tables.tables_of(text)]
     own = [table for table in found if all(one["name"].endswith(MACHINE) for one in table.results)]
     assert len(own) > 20
     assert {len(one["machine"]["gpus"]) for table in own for one in table.results} == {GPUS}
-    front = test_tables.tables_of("README.md", readme.headlines())
+    front = test_tables.tables_of(readme.headlines())
     assert [one["name"] for table in front for one in table.results] == [f"peers-{MACHINE}"]
-    assert [mistake for table in (*found, *front) for mistake in test_tables.mistakes(table)] == []
+    assert [time for table in (*own, *front) for time in test_tables.strange(table)] == []
+    _, _, first, *_ = readme.headlines().split("\n\n")[2].splitlines()
+    (ours,) = (row["us"]["p50"] for row in stand_in("peers")["rows"] if FIRST.items() <= row.items())
+    assert first.startswith(f"| 128 | dispatch in FP8 | {ours:.1f} us")
     pictures = {path.stem for path in readme.drawn() if path.stem.endswith(MACHINE)}
     assert pictures >= {f"{kind}-{MACHINE}" for kind in ("peers", "peers-qwen3", "sweep")}
     assert all(f"(../bench/results/{picture}.svg)" in texts["docs/measurements.md"] for picture in pictures)

@@ -53,7 +53,7 @@ ROUNDS: list[dict[str, Any]] = [
 
 
 def test_shares_of_the_line_rate_of_an_emulated_nic() -> None:
-    """Sentences have the range of the table's cells, which tests/docs/test_tables.py derives."""
+    """Sentences have the range of the table's cells, of which tests/docs/test_tables.py looks one up."""
     text = (ROOT / "docs" / "backends.md").read_text()
     found = re.findall(r"^\| (\d H\d+)s?[ †]* \|((?: [\d.]+ \|){5}) `(nic-.*)` \|$", text, re.MULTILINE)
     assert {result for _, _, result in found} == {path.stem for path in RESULTS.glob("nic-*.json")}
