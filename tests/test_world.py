@@ -17,6 +17,7 @@ import pytest
 import moecomm
 
 from .few import few
+from .world.calls import ROUND_CALLS
 from .world.case import Case, Step
 from .world.draw import draw_case
 from .world.program import Failure
@@ -65,6 +66,19 @@ def test_random_sequences_of_processes_end_as_the_model_says(cases: int, request
     given: dict[str, Any] = {"cwd": there, "env": {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}}
     ran = subprocess.run(command, capture_output=True, text=True, check=False, **given)
     assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("cases", few((10, 500), 10))
+def test_bad_input_on_some_ranks_leaves_all_out_of_step(cases: int) -> None:
+    """The same sequences, with such a fault in every third round."""
+    for seed in range(cases):
+        case = draw_case(seed)
+        rounds = [at for at, step in enumerate(case.steps) if step.call in ROUND_CALLS]
+        faults = {at: ("bad one", nth, str(nth)) for nth, at in enumerate(rounds[::3])}
+        steps = (replace(step, fault=faults.get(at, step.fault)) for at, step in enumerate(case.steps))
+        said = failed(replace(case, steps=tuple(steps)))
+        assert not said, f"the sequence of seed {seed} fails: {said}"
 
 
 SIZES = {"hidden": 64, "num_experts": 6, "topk": 2, "max_tokens": 8, "dtype": "bfloat16", "capacity_factor": None}

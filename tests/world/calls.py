@@ -579,9 +579,10 @@ class Ops:
                 part.fill_(model.factor(held[slot]) if held[slot] >= 0 else 0)
                 at += count
             y, handle = (sent.x * scale[..., None]).to(sent.x.dtype), sent.handle
-            if mine and twist == "a handle of other rows":
+            chunked = "max_rows" not in handle._fields
+            if mine and twist == "a handle of other rows" and not chunked:
                 handle = handle._replace(max_rows=7)
-            if mine and twist == "rows that are none":
+            if mine and (twist == "rows that are none" or (twist == "a handle of other rows" and chunked)):
                 y = "rows"  # type: ignore[assignment]
             out = ops.combine(y, handle, wire=wire)
             out.backward(grad)

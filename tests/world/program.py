@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import threading
 import time
@@ -184,10 +185,10 @@ class Program(Rank):
         fault |= {"abort": self._abort, "interrupt": self._abort}
         fault[kind](Step(step.call, step.seed, step.options, (kind, member, what), step.then), what)
 
-    def _prepared(self, step: Step, twist: str = "", mine: bool = False) -> Any:
+    def _prepared(self, step: Step, twist: str = "", mine: bool = False, begin: bool = False) -> Any:
         """Return a call that may end the rounds, and its check; ranks that take no part hear whether it is made."""
         try:
-            prepared = ROUND_CALLS[step.call].prepare(self, _plain(step), twist, mine)
+            prepared = ROUND_CALLS[step.call].prepare(self, _plain(step, begin), twist, mine)
         except Skip:
             self.executor.tell(str(self.at), False)
             raise
@@ -228,13 +229,25 @@ class Program(Rank):
             call, there, victim = ROUND_CALLS[step.call], self.state.there, self.victim_of(step)
             second = there[(there.index(victim) + 1) % len(there)] if step.seed % 4 == 0 and len(there) > 2 else victim
             mine = self.rank in (victim, second)
-            run, _ = self._prepared(step, call.bad[int(what or 0) % len(call.bad)], mine)
-            expect(run, moecomm.BadInput if mine else moecomm.OutOfStep)
-            for _ in range(2 if mine else 1):
-                expect(lambda: self.buffer.dispatch(*self.tokens(step)), moecomm.OutOfStep)
+            run, _ = self._prepared(step, call.bad[int(what or 0) % len(call.bad)], mine, begin=True)
+            calls, rng = [run], random.Random(step.seed)
+            for nth in range(3):
+                kind = rng.choice(list(ROUND_CALLS))
+                calls.append(self._either_call(Step(kind, step.seed + nth, step.options)))
+            expect(calls.pop(0), moecomm.BadInput if mine else moecomm.OutOfStep)
+            for one in calls if mine else calls[1:]:
+                expect(one, moecomm.OutOfStep)
         else:
             self.hear()
         self.reopen()
+
+    def _either_call(self, step: Step) -> Callable[[], Any]:
+        """Return this call, or a dispatch where the state does not allow it."""
+        try:
+            run: Callable[[], Any] = ROUND_CALLS[step.call].prepare(self, _plain(step, begin=True))[0]
+        except Skip:
+            return lambda: self.buffer.dispatch(*self.tokens(step))
+        return run
 
     def _differ(self, step: Step, what: str) -> None:
         """Other options on one rank: Mismatch everywhere, and then OutOfStep."""
@@ -369,7 +382,8 @@ class Program(Rank):
             self.buffer = None
 
 
-def _plain(step: Step) -> Step:
-    """Return a step without options that would make its outcome another."""
-    options = {name: value for name, value in step.options.items() if name not in ("room", "begin")}
+def _plain(step: Step, begin: bool = False) -> Step:
+    """Return a step without options that would make its outcome another; in halves only if it may `begin`."""
+    others = ("room", "between") if begin else ("room", "begin")
+    options = {name: value for name, value in step.options.items() if name not in others}
     return Step(step.call, step.seed, options, step.fault, step.then)
