@@ -12,7 +12,8 @@ import torch
 
 import moecomm
 from moecomm.errors import BadInput, Closed
-from moecomm.fused import experts, interleave, layer, quantize_weights, weight_format
+from moecomm.fused import Fp8, experts, interleave, layer, quantize_weights, weight_format
+from moecomm.fused.kernels import FP8
 from moecomm.fused.weight_format import PLAIN
 from moecomm.testing import LayerCase, LocalBuffers, random_layer
 from moecomm.testing.layers import expected
@@ -26,8 +27,24 @@ SIZES: list[dict[str, Any]] = [
     {"ranks": 4, "hidden": 64, "intermediate": 24, "num_experts": 16, "topk": 8, "max_tokens": 33},
     {"ranks": 2, "hidden": 16, "intermediate": 8, "num_experts": 64, "topk": 32, "max_tokens": 12},
 ]
+FP8_SIZES: list[dict[str, Any]] = [
+    {"ranks": 1, "hidden": 32, "intermediate": 32, "num_experts": 4, "topk": 2, "max_tokens": 40},
+    {"ranks": 2, "hidden": 16, "intermediate": 96, "num_experts": 2, "topk": 1, "max_tokens": 17},
+    {"ranks": 3, "hidden": 272, "intermediate": 160, "num_experts": 12, "topk": 3, "max_tokens": 9},
+    {"ranks": 4, "hidden": 144, "intermediate": 64, "num_experts": 16, "topk": 8, "max_tokens": 33},
+]
 PAIR = SIZES[0] | {"ranks": 2}
-CASES = 40  # of each of SIZES and dtypes
+CASES = 40  # of each of SIZES and dtypes; a fourth of FP8 weights
+
+
+def name_of(value: Any) -> str:
+    """Return the name of a parameter."""
+    return f"R{value['ranks']}-E{value['num_experts']}-K{value['topk']}" if isinstance(value, dict) else str(value)
+
+
+LAYERS = [(sizes, dtype, False) for sizes in SIZES for dtype in (torch.bfloat16, torch.float16, torch.float32)]
+LAYERS += [(sizes, dtype, True) for sizes in FP8_SIZES for dtype in (torch.bfloat16, torch.float16)]
+of_layers = pytest.mark.parametrize(("sizes", "dtype", "fp8"), LAYERS, ids=name_of)
 
 
 def opened(sizes: dict[str, Any], dtype: torch.dtype = torch.bfloat16, **more: Any) -> LocalBuffers:
@@ -41,17 +58,19 @@ def on_threads(buffers: LocalBuffers, case: LayerCase) -> list[torch.Tensor]:
         return list(pool.map(lambda buffer: buffer.moe(**case.call(buffer.rank)), buffers.buffers))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("sizes", SIZES, ids=lambda s: f"R{s['ranks']}-E{s['num_experts']}-K{s['topk']}")
-def test_random_layers_are_those_of_float64(sizes: dict[str, Any], dtype: torch.dtype) -> None:
+@of_layers
+def test_random_layers_are_those_of_float64(sizes: dict[str, Any], dtype: torch.dtype, fp8: bool) -> None:
     with opened(sizes, dtype) as ranks:
-        for seed in range(CASES):
-            case = random_layer(seed, **sizes, dtype=dtype)
-            for rank, out in enumerate(ranks.moe([case.call(rank) for rank in range(sizes["ranks"])])):
+        for seed in range(CASES // 4 if fp8 else CASES):
+            case = random_layer(seed, **sizes, dtype=dtype, fp8=fp8)
+            calls = [case.call(rank) for rank in range(sizes["ranks"])]
+            outs = ranks.moe(calls)
+            for rank, (out, again) in enumerate(zip(outs, ranks.moe(calls) if fp8 else outs, strict=True)):
                 case.check(rank, out)
+                assert torch.equal(out, again)
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=lambda s: f"R{s['ranks']}-E{s['num_experts']}-K{s['topk']}")
+@pytest.mark.parametrize("sizes", SIZES, ids=name_of)
 def test_rows_travel_unsummed(sizes: dict[str, Any]) -> None:
     """In one round, and in chunks, which leave the same bits."""
     with opened(sizes) as ranks, opened(sizes, capacity_factor=0.3) as small:
@@ -65,23 +84,24 @@ def test_rows_travel_unsummed(sizes: dict[str, Any]) -> None:
                 assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("sizes", SIZES, ids=lambda s: f"R{s['ranks']}-E{s['num_experts']}-K{s['topk']}")
-def test_biases_and_activations_are_those_of_float64(sizes: dict[str, Any], dtype: torch.dtype) -> None:
+@of_layers
+def test_biases_and_activations_are_those_of_float64(sizes: dict[str, Any], dtype: torch.dtype, fp8: bool) -> None:
     drawn = set()
     with opened(sizes, dtype) as ranks:
-        for seed in range(CASES):
-            case = random_layer(seed, **sizes, dtype=dtype, experts=True)
+        for seed in range(CASES // 8 if fp8 else CASES):
+            case = random_layer(seed, **sizes, dtype=dtype, fp8=fp8, experts=True)
             drawn.add((case.activation.name, case.w13_bias is None, case.w2_bias is None))
             for rank, out in enumerate(ranks.moe([case.call(rank) for rank in range(sizes["ranks"])])):
                 case.check(rank, out)
-    assert len(drawn) > 10
+    assert len(drawn) > (2 if fp8 else 10)
 
 
-def test_several_domains() -> None:
-    with opened(SIZES[3], domain_ranks=2) as ranks:
-        for seed in range(CASES):
-            case = random_layer(seed, **SIZES[3], dtype=torch.bfloat16)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_several_domains(fp8: bool) -> None:
+    sizes = (FP8_SIZES if fp8 else SIZES)[3]
+    with opened(sizes, domain_ranks=2) as ranks:
+        for seed in range(3 if fp8 else CASES):
+            case = random_layer(seed, **sizes, dtype=torch.bfloat16, fp8=fp8)
             for rank, out in enumerate(ranks.moe([case.call(rank) for rank in range(4)])):
                 case.check(rank, out)
 
@@ -131,19 +151,26 @@ MISTAKES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "w2": lambda call: call["w2"] * 1.1,
     "w13": lambda call: torch.cat(call["w13"].chunk(2, dim=1)[::-1], dim=1),  # gate and up taken for each other
 }
+FP8_MISTAKES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "topk_idx": MISTAKES["topk_idx"],
+    "w2": lambda call: Fp8(call["w2"].data, call["w2"].scales * 1.5),
+    "w13": lambda call: Fp8(call["w13"].data.view(torch.uint8).roll(32, dims=1).view(FP8), call["w13"].scales),
+}
 
 
-@pytest.mark.parametrize("argument", MISTAKES)
-def test_the_bound_sees_a_mistake(argument: str) -> None:
-    sizes = PAIR | {"ranks": 1}
+@pytest.mark.parametrize(
+    ("argument", "fp8"), [(name, fp8) for fp8 in (False, True) for name in (FP8_MISTAKES if fp8 else MISTAKES)]
+)
+def test_the_bound_sees_a_mistake(argument: str, fp8: bool) -> None:
+    sizes = FP8_SIZES[0] if fp8 else PAIR | {"ranks": 1}
     right = next(
         case
-        for case in (random_layer(seed, **sizes, dtype=torch.bfloat16) for seed in range(1000))
+        for case in (random_layer(seed, **sizes, dtype=torch.bfloat16, fp8=fp8) for seed in range(1000))
         if len(case.x[0]) == 40 and case.topk_weights[0] is not None and len(case.topk_idx[0].unique()) == 4
     )
     right.interleaved = False
     call = right.call(0)
-    call[argument] = MISTAKES[argument](call)
+    call[argument] = (FP8_MISTAKES if fp8 else MISTAKES)[argument](call)
     with opened(sizes) as ranks:
         (out,) = ranks.moe([call])
     want = expected(right, 0)

@@ -1,0 +1,365 @@
+"""Buffer.moe with quantized weights on CPU ranks: the bits of its parts, or of widened weights; what it refuses.
+
+tests/test_moe.py compares layers of plain and of FP8 weights with float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from moecomm import ops
+from moecomm.dispatch.reference import quantize
+from moecomm.errors import BadInput, Mismatch, Unsupported
+from moecomm.fused import (
+    Fp8,
+    Int8,
+    Mxfp4,
+    Nvfp4,
+    channels,
+    grouped_gemm,
+    interleave,
+    quantize_channels,
+    quantize_rows,
+    quantize_weights,
+)
+from moecomm.fused.experts import multiply_by_torch, say_once
+from moecomm.fused.fp4 import dequantize
+from moecomm.fused.kernels import FP8
+from moecomm.testing import LayerCase, random_layer
+
+from .test_moe import FP8_SIZES, opened
+
+CHANNELS = {"hidden": 144, "intermediate": 48, "num_experts": 8, "topk": 3, "max_tokens": 33}
+MXFP4 = {"hidden": 96, "intermediate": 64, "num_experts": 4, "topk": 2, "max_tokens": 33}
+NVFP4 = {"hidden": 80, "intermediate": 48, "num_experts": 4, "topk": 2, "max_tokens": 33}
+SIZES: dict[str, Any] = {"ranks": 4, **CHANNELS}
+ALONE = SIZES | {"ranks": 1}
+KINDS = [FP8, torch.int8]
+
+
+def by_channel(case: LayerCase, rank: int, kind: torch.dtype) -> dict[str, Any]:
+    call = case.call(rank)
+    return call | {name: quantize_channels(call[name], kind) for name in ("w13", "w2")}
+
+
+def wanted(case: LayerCase, kind: torch.dtype, rank: int) -> torch.Tensor:
+    """Every token by itself, from casts and products of one row."""
+    w13, w2 = (quantize_channels(w, kind) for w in (case.w13, case.w2))  # the order of channels changes no cast
+    x, ids, weights = case.x[rank], case.topk_idx[rank].long(), case.topk_weights[rank]
+    total = torch.zeros(x.shape)
+    if case.bias[rank] is not None:
+        total += case.bias[rank].float()
+    for token, k in (ids >= 0).nonzero().tolist():
+        expert, row = int(ids[token, k]), quantize_rows(x[token : token + 1], kind)
+        both = (row.data.double() @ w13.data[expert].double().T) * (row.scales * w13.scales[expert]).double()
+        if case.w13_bias is not None:
+            both = both + case.w13_bias[expert].double()
+        inner = quantize_rows(case.activation.apply(*both.chunk(2, dim=1)).to(x.dtype), kind)
+        y = (inner.data.double() @ w2.data[expert].double().T) * (inner.scales * w2.scales[expert]).double()
+        if case.w2_bias is not None:
+            y = y + case.w2_bias[expert].double()
+        total[token] += (1.0 if weights is None else weights[token, k]) * y[0].to(x.dtype).float()
+    return total
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("domain_ranks", [4, 2])
+def test_layers_by_channel_are_those_of_each_token(kind: torch.dtype, dtype: torch.dtype, domain_ranks: int) -> None:
+    with opened(SIZES, dtype, domain_ranks=domain_ranks) as ranks:
+        for seed in range(4):
+            case = random_layer(seed, **SIZES, dtype=dtype, experts=seed > 1)
+            for rank, out in enumerate(ranks.moe([by_channel(case, rank, kind) for rank in range(4)])):
+                want = wanted(case, kind, rank)
+                if len(want) == 0:
+                    continue
+                # A value next to the middle of two of FP8's may be cast to either, after sums in another order.
+                torch.testing.assert_close(out.float(), want, rtol=0.05, atol=0.05 * max(1.0, float(want.abs().max())))
+                assert float((out.float() - want).norm()) <= 0.01 * float(want.norm()) + 1e-6, (seed, rank)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_layer_of_fp8_has_the_bits_of_its_parts(interleaved: bool) -> None:
+    case = random_layer(3, **FP8_SIZES[0], dtype=torch.bfloat16)
+    call = case.call(0)
+    w13 = interleave(case.w13) if interleaved else case.w13
+    call |= {"w13": quantize_weights(w13), "w2": quantize_weights(case.w2), "interleaved": interleaved, "bias": None}
+    with opened(FP8_SIZES[0]) as ranks:
+        (buffer,) = ranks.buffers
+        out = buffer.moe(**call | {"w13": tuple(call["w13"])})
+        routed = buffer.dispatch(call["x"], call["topk_idx"], call["topk_weights"], quantize="fp8")
+        rows, counts = Fp8(routed.x, routed.scales), routed.tokens_per_expert
+        inner = grouped_gemm(rows, call["w13"], counts, activation="swiglu", interleaved=interleaved)
+        y = grouped_gemm(Fp8(*quantize(inner)), call["w2"], counts)
+        assert torch.equal(out, buffer.combine(y, routed.handle, wire=call["wire"]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_by_channel_has_the_bits_of_its_parts(kind: torch.dtype) -> None:
+    case = random_layer(3, **ALONE, dtype=torch.bfloat16)
+    case.bias, case.wire = [None], None
+    call = by_channel(case, 0, kind)
+    with opened(ALONE) as ranks:
+        (buffer,) = ranks.buffers
+        out = buffer.moe(**call | {name: tuple(call[name]) for name in ("w13", "w2")})
+        assert torch.equal(out, ops.moe(buffer, **call))
+        data, scales = quantize_rows(call["x"], kind)
+        routed = buffer.dispatch(data.view(FP8), call["topk_idx"], call["topk_weights"], scales=scales)
+        rows, counts = type(call["w2"])(routed.x.view(kind), routed.scales), routed.tokens_per_expert
+        inner = grouped_gemm(rows, call["w13"], counts, activation="swiglu", interleaved=call["interleaved"])
+        y = grouped_gemm(quantize_rows(inner, kind), call["w2"], counts)
+        assert torch.equal(out, buffer.combine(y, routed.handle, wire="exact"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scales_of_matrices_are_those_of_every_channel(kind: torch.dtype) -> None:
+    call = by_channel(random_layer(3, **ALONE, dtype=torch.bfloat16), 0, kind)
+    of = torch.rand(8, generator=torch.Generator().manual_seed(0))
+    outs = []
+    with opened(ALONE) as ranks:
+        for scales in (of, of[:, None], None):
+            weights = {
+                name: type(call[name])(
+                    call[name].data, of[:, None].expand(call[name].scales.shape) if scales is None else scales
+                )
+                for name in ("w13", "w2")
+            }
+            outs += ranks.moe([call | weights])
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+
+
+def mxfp4(seed: int, rows: int, columns: int) -> Mxfp4:
+    """Weights of about 1 / sqrt(columns) of 4 experts."""
+    g = torch.Generator().manual_seed(seed)
+    data = torch.randint(0, 256, (4, rows, columns // 2), generator=g)
+    scales = torch.randint(120, 125, (4, rows, columns // 32), generator=g)
+    return Mxfp4(data.to(torch.uint8), scales.to(torch.uint8))
+
+
+def nvfp4(seed: int, rows: int, columns: int, *factors: int) -> Nvfp4:
+    """Weights of about 1 / sqrt(columns) of 4 experts."""
+    g = torch.Generator().manual_seed(seed)
+    data = torch.randint(0, 256, (4, rows, columns // 2), generator=g).to(torch.uint8)
+    scales = (0.5 + torch.rand(4, rows, columns // 16, generator=g)).to(torch.float8_e4m3fn)
+    return Nvfp4(data, scales, 0.03 + 0.03 * torch.rand(4, *factors, generator=g))
+
+
+# By name: sizes, w13 and w2 of a seed, and how they are passed.
+WIDENED: dict[str, tuple[dict[str, int], Callable[[int], tuple[Any, Any]], Callable[[Any], Any]]] = {
+    "mxfp4": (MXFP4, lambda seed: (mxfp4(seed, 128, 96), mxfp4(seed + 1, 96, 64)), lambda w: w),
+    "mxfp4, exponents": (
+        MXFP4,
+        lambda seed: (mxfp4(seed, 128, 96), mxfp4(seed + 1, 96, 64)),
+        lambda w: (w[0], w[1].view(torch.float8_e8m0fnu)),
+    ),
+    "nvfp4": (NVFP4, lambda seed: (nvfp4(seed, 96, 80), nvfp4(seed + 1, 80, 48)), lambda w: w),
+    "nvfp4, factors [E, 1]": (NVFP4, lambda seed: (nvfp4(seed, 96, 80, 1), nvfp4(seed + 1, 80, 48)), lambda w: w),
+    "nvfp4, factors of rows": (NVFP4, lambda seed: (nvfp4(seed, 96, 80, 96), nvfp4(seed + 1, 80, 48)), tuple),
+}
+
+
+@pytest.mark.parametrize("name", WIDENED)
+def test_a_layer_has_the_bits_of_one_with_the_weights_that_they_stand_for(name: str) -> None:
+    sizes, draw, passed = WIDENED[name]
+    drawn = set()
+    with opened({"ranks": 2, **sizes}) as ranks:
+        for seed in range(6):
+            case = random_layer(seed, ranks=2, **sizes, dtype=torch.bfloat16, experts=True)
+            drawn.add(case.activation.name)
+            w13, w2 = draw(seed)
+            case.w13, case.w2, case.interleaved = dequantize(w13), dequantize(w2), False
+            calls = [case.call(rank) for rank in range(2)]
+            own = [slice(0, 2), slice(2, 4)]
+            given = [
+                call | {key: passed(type(w)(*(part[mine] for part in w))) for key, w in (("w13", w13), ("w2", w2))}
+                for call, mine in zip(calls, own, strict=True)
+            ]
+            wide = ranks.moe(calls)
+            for _ in range(2):  # a layer that is known, too
+                for rank, (out, want) in enumerate(zip(ranks.moe(given), wide, strict=True)):
+                    case.check(rank, out)
+                    assert torch.equal(out, want)
+    assert {"swiglu", "swigluoai"} <= drawn
+
+
+def test_on_cpus_rows_travel_before_and_after_the_experts(caplog: pytest.LogCaptureFixture) -> None:
+    say_once.cache_clear()
+    sizes = FP8_SIZES[0] | {"ranks": 2}
+    case = random_layer(3, **sizes, dtype=torch.bfloat16, fp8=True)
+    with opened(sizes) as ranks:
+        calls = [case.call(rank) for rank in range(2)]
+        outs = ranks.moe([{**call, "fused": True} for call in calls])
+        assert all(map(torch.equal, outs, ranks.moe([{**call, "fused": False} for call in calls])))
+    assert ["runs unfused" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_torch_computes_what_the_reference_does() -> None:
+    """As on GPUs for which there is no kernel; it rounds sums before their scales."""
+    case = random_layer(4, **ALONE, dtype=torch.bfloat16, experts=True)
+    for kind in KINDS:
+        call = by_channel(case, 0, kind)
+        x = torch.randn(40, 144, generator=torch.Generator().manual_seed(0)).bfloat16()
+        rows, counts = quantize_rows(x, kind), torch.tensor([3, 0, 9, 4, 0, 0, 20, 4], dtype=torch.int32)
+        bias = torch.rand(8, 96)
+        got = multiply_by_torch(rows, call["w13"], counts, torch.bfloat16, False, case.activation, bias)
+        about = {"activation": case.activation.name, "bias": bias, "interleaved": False}
+        if case.activation.name == "swigluoai":
+            about["activation_limit"] = case.activation.limit
+        want = grouped_gemm(rows, call["w13"], counts, **about)
+        torch.testing.assert_close(got, want, rtol=2**-5, atol=2**-5)
+
+
+def test_what_is_not_fused_is_said_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    say_once.cache_clear()
+    call = by_channel(random_layer(3, **ALONE, dtype=torch.bfloat16), 0, FP8)
+    monkeypatch.setattr(type(channels.CHANNELS), "lacks_kernel", lambda *about: "this test says so")
+    with opened(ALONE) as ranks:
+        for _ in range(2):
+            ranks.moe([call | {"fused": True}])
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2 and "this test says so" in said[0] and "runs unfused" in said[1]
+    say_once.cache_clear()
+
+
+@pytest.mark.parametrize("other", ["blocks", "INT8", "bf16"])
+def test_ranks_with_weights_of_other_formats_are_named(other: str) -> None:
+    sizes = SIZES | {"ranks": 2, "intermediate": 64}
+    case = random_layer(3, **sizes, dtype=torch.bfloat16)
+    mine, plain = by_channel(case, 0, FP8), case.call(1)
+    if other != "bf16":
+        cast = quantize_weights if other == "blocks" else lambda w: quantize_channels(w, torch.int8)
+        plain |= {name: cast(plain[name]) for name in ("w13", "w2")}
+    with opened(sizes) as ranks, ThreadPoolExecutor(2) as pool:
+        pairs = zip(ranks.buffers, (mine, plain), strict=True)
+        for future in [pool.submit(buffer.moe, **call) for buffer, call in pairs]:
+            with pytest.raises(Mismatch):
+                future.result()
+
+
+def by_column(w: torch.Tensor) -> torch.Tensor:
+    return w.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+class Refusal(NamedTuple):
+    """What layers with weights of a format refuse."""
+
+    sizes: dict[str, Any]
+    good: Callable[[LayerCase], tuple[Any, Any]]  # w13 and w2
+    bad: Callable[[LayerCase, Any, Any], list[dict[str, Any]]]  # BadInput names the argument
+    narrow: Callable[[LayerCase, Any, Any], dict[str, Any]]
+    multiple: int  # of which `narrow` has no columns
+    dtype: torch.dtype  # of rows that do not go with the weights
+
+
+REFUSALS = {
+    "fp8": Refusal(
+        FP8_SIZES[0],
+        lambda case: (quantize_weights(case.w13), quantize_weights(case.w2)),
+        lambda case, w13, w2: [
+            {"w13": case.w13},
+            {"w2": case.w2},
+            {"w2": (*w2, *w2)},
+            {"w2": (w2.data, "scales")},
+            {"w2": (w2.data.float(), w2.scales)},
+            {"w2": (w2.data, w2.scales.double())},
+            {"w2": (w2.data, torch.ones(4, 2, 1))},
+            {"w13": (w13.data[:, :-2].contiguous(), w13.scales)},
+            {"w13": (w13.data, w13.scales[:, :, :0])},
+            {"w13": (by_column(w13.data), w13.scales)},
+        ],
+        lambda case, w13, w2: {"w13": quantize_weights(case.w13[:, :32]), "w2": quantize_weights(case.w2[:, :, :16])},
+        32,
+        torch.float32,
+    ),
+    "channels": Refusal(
+        ALONE,
+        lambda case: (quantize_channels(case.w13), quantize_channels(case.w2)),
+        lambda case, w13, w2: [
+            {"w13": case.w13},
+            {"w13": quantize_weights(case.w13)},
+            {"w13": quantize_channels(case.w13, torch.int8)},
+            {"w13": Fp8(w13.data, w13.scales[:, :7])},
+            {"w13": Fp8(w13.data, w13.scales.double())},
+            {"w13": Fp8(w13.data[:, :-2].contiguous(), w13.scales[:, :-2])},
+            {"w13": Fp8(by_column(w13.data), w13.scales)},
+            {"w2": Fp8(w2.data, torch.ones(3))},
+            {"w2": Int8(torch.zeros(w2.data.shape, dtype=torch.int8), w2.scales)},
+        ],
+        lambda case, w13, w2: {"w13": quantize_channels(case.w13[:, :16]), "w2": quantize_channels(case.w2[:, :, :8])},
+        16,
+        torch.float32,
+    ),
+    "mxfp4": Refusal(
+        MXFP4,
+        lambda case: (mxfp4(1, 128, 96), mxfp4(2, 96, 64)),
+        lambda case, w13, w2: [
+            {"w13": case.w13},
+            {"w2": case.w2},
+            {"w2": Fp8(torch.zeros(4, 96, 64).to(FP8), torch.ones(4, 96))},
+            {"w13": (w13.data[:, :-2], w13.scales)},
+            {"w13": (torch.cat((w13.data, w13.data), 2)[:, :, :48], w13.scales)},  # with gaps
+            {"w13": (w13.data, w13.scales[:, :, :-1])},
+            {"w2": (w2.data, w2.scales.int())},
+            {"w2": (w2.data[:3], w2.scales[:3])},
+        ],
+        lambda case, w13, w2: {"w2": (w2.data[:, :, :24].contiguous(), w2.scales)},
+        32,
+        torch.float16,
+    ),
+    "nvfp4": Refusal(
+        NVFP4,
+        lambda case: (nvfp4(1, 96, 80), nvfp4(2, 80, 48)),
+        lambda case, w13, w2: [
+            {"w13": case.w13},
+            {"w2": case.w2},
+            {"w2": (w2.data, torch.zeros(4, 80, 3, dtype=torch.uint8))},  # MXFP4
+            {"w13": (*w13, w13.factors)},
+            {"w13": w13._replace(scales=w13.scales[:, :, :-1])},
+            {"w2": w2._replace(scales=w2.scales.view(torch.uint8))},
+            {"w2": w2._replace(factors=w2.factors.double())},
+            {"w13": w13._replace(factors=w13.factors[:3])},
+            {"w2": w2._replace(data=w2.data[:3])},
+        ],
+        lambda case, w13, w2: {"w2": w2._replace(data=w2.data[:, :, :20].contiguous())},
+        16,
+        torch.float16,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_does_not_fit_is_named_before_a_row_is_sent(name: str) -> None:
+    refusal = REFUSALS[name]
+    sizes = refusal.sizes | {"ranks": 1}
+    case = random_layer(3, **sizes, dtype=torch.bfloat16)
+    case.interleaved = False
+    w13, w2 = refusal.good(case)
+    good = case.call(0) | {"w13": w13, "w2": w2}
+    with opened(sizes) as ranks:
+        (buffer,) = ranks.buffers
+        for change in refusal.bad(case, w13, w2):
+            for call in (buffer.moe, lambda **given: ops.moe(buffer, **given)):
+                with pytest.raises(BadInput) as caught:
+                    call(**good | change)
+                assert caught.value.argument in change or caught.value.got == "another format", caught.value
+        with pytest.raises(Unsupported, match=f"multiple of {refusal.multiple}"):
+            buffer.moe(**good | refusal.narrow(case, w13, w2))
+        assert buffer.rounds.turn.made == 0
+        with pytest.raises(Unsupported, match="quantized"):
+            ops.moe(buffer, **good | {"x": good["x"].clone().requires_grad_()})
+        assert torch.equal(buffer.moe(**good), ops.moe(buffer, **good))
+    words = "float32" if refusal.dtype is torch.float32 else "bfloat16"
+    with opened(sizes, refusal.dtype) as ranks, pytest.raises(Unsupported, match=words):
+        ranks.buffers[0].moe(**good | {"x": good["x"].to(refusal.dtype), "bias": None})
+
+
+def test_fp8_rows_have_at_least_16_columns() -> None:
+    sizes = FP8_SIZES[0] | {"ranks": 1, "hidden": 8}
+    case = random_layer(3, **sizes, dtype=torch.bfloat16, fp8=True)
+    with opened(sizes) as ranks, pytest.raises(Unsupported, match="H = 8"):
+        ranks.buffers[0].moe(**case.call(0) | {"bias": None})
