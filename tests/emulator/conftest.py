@@ -1,12 +1,25 @@
-"""The machine that runs rounds."""
+"""The machine that runs rounds, and marks of all tests of this folder."""
 
 from __future__ import annotations
+
+import platform
+import shutil
+from pathlib import Path
 
 import pytest
 
 from moecomm.backends import host
 
 from .machine import Machine
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    lacks = platform.machine() != "x86_64" or shutil.which("g++") is None
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.skipif(lacks, reason="wants x86-64 and g++"))
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(600))
 
 
 @pytest.fixture(scope="module")

@@ -21,12 +21,11 @@ from ..native.mutants import Mutant
 from . import plain
 from .machine import Machine
 from .test_casts_on_the_way import HIDDEN, check_rounds, values
-from .test_kernels import pytestmark as of_emulator
 from .test_mutants import LIMIT_S, NOT_COMPILED
 from .test_plain_kernels import ENDS, launcher, on_gpu
 from .units import Units, scheduler
 
-pytestmark = [*of_emulator, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 OF_PASS = (
     "a last group lacks a column",

@@ -18,7 +18,6 @@ from moecomm.testing.prepare import prepare_combine
 
 from ..few import few
 from .machine import Call, Machine
-from .test_kernels import pytestmark as pytestmark
 
 EXPERTS, TOPK, TOKENS = 6, 3, 20
 PLACES: dict[str, tuple[int, int]] = {  # ranks, and those of a domain

@@ -27,10 +27,8 @@ from ..gpu.test_plain_kernels import check_cast
 from ..gpu.test_virtual_ranks import packet_room
 from .machine import Machine
 from .test_kernels import DOMAINS
-from .test_kernels import pytestmark as of_emulator
 from .test_plain_kernels import ENDS
 
-pytestmark = of_emulator
 # Rows of several pieces, the last one shorter, and groups that do not fill a step of a warp.
 HIDDEN = 2048 + 512 + 128
 _BITS = {1: torch.uint8, 4: torch.int32}

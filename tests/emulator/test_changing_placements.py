@@ -26,11 +26,10 @@ from moecomm.testing.prepare import prepare_dispatch
 from ..few import few
 from . import plain
 from .machine import LIMIT, Call, Launch, Machine, units
-from .test_kernels import UNEVEN, pytestmark
+from .test_kernels import UNEVEN
 from .test_mutants import PLAIN
 from .units import Units
 
-__all__ = ["pytestmark"]
 RANKS, SLOTS, ROUNDS = 3, 6, 5
 _UNIT = """#include "cuda.h"
 #include "device/between_rounds.cuh"

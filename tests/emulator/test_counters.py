@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import platform
-import shutil
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,11 +16,6 @@ from moecomm.testing import ranks as local
 from ..few import few
 from ..stats.test_counters import EXPERTS, HIDDEN, RANKS, SIZES, check, expected, routing, x_of
 from .machine import Machine
-
-pytestmark = [
-    pytest.mark.skipif(platform.machine() != "x86_64" or shutil.which("g++") is None, reason="wants x86-64 and g++"),
-    pytest.mark.timeout(600),
-]
 
 
 @pytest.mark.parametrize("way", few(["packets", "chunks", "domains"], "packets"))

@@ -13,7 +13,6 @@ from moecomm.testing import ranks as local
 
 from ..few import few
 from .machine import Machine
-from .test_kernels import pytestmark as pytestmark
 
 RANKS, EXPERTS, TOPK, HIDDEN, TOKENS = 4, 8, 3, 64, 160
 CHUNK = 4  # tokens

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-import platform
 import random
-import shutil
 from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -51,10 +49,6 @@ from ..fused.test_pipeline import at
 from .gemm_machine import encode, run
 from .machine import Machine
 
-pytestmark = [
-    pytest.mark.skipif(platform.machine() != "x86_64" or shutil.which("g++") is None, reason="wants x86-64 and g++"),
-    pytest.mark.timeout(600),
-]
 SIZES: list[dict[str, Any]] = [
     {"ranks": 1, "hidden": 32, "intermediate": 32, "num_experts": 4, "topk": 2, "max_tokens": 40},
     {"ranks": 3, "hidden": 272, "intermediate": 224, "num_experts": 6, "topk": 3, "max_tokens": 90},

@@ -20,7 +20,7 @@ from moecomm_bench import gather_kernels
 from moecomm_bench.gather_kernels import GatherMatmul
 
 from .machine import LIMIT, Launch, Machine
-from .test_windows import pytestmark, windows  # noqa: F401 - the mark is of this module, too
+from .test_windows import windows
 
 _CAST = re.compile(r'asm\("cvt\S*\.f32 [^;]*;" : "=h".*|asm\("cvt\.f32\.f16 [^;]*;" : "=f".*')
 _CALL = """

@@ -6,7 +6,6 @@ import pytest
 
 from .instructions import LAYOUTS, RANKS, SHARED_ABOVE, measure, words
 from .machine import Machine
-from .test_kernels import pytestmark as pytestmark
 
 # Basic blocks: of a thread for each rank more, of a block for each word more that ranks tell each other.
 OF_A_RANK, OF_A_WORD = 100, 90

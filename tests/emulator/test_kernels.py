@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import platform
-import shutil
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -31,10 +29,6 @@ from ..few import few
 from ..wrap import rounds_since_wrap, wrap_after
 from .machine import Call, Machine
 
-pytestmark = [
-    pytest.mark.skipif(platform.machine() != "x86_64" or shutil.which("g++") is None, reason="wants x86-64 and g++"),
-    pytest.mark.timeout(600),
-]
 SIZES: dict[str, Any] = {"hidden": 64, "num_experts": 8, "topk": 3, "max_tokens": 20, "dtype": torch.bfloat16}
 UNEVEN: dict[str, Any] = {**SIZES, "num_experts": 10}  # of 4 ranks two have one more
 DOMAINS = {"ranks": 4, "domain_ranks": 2}

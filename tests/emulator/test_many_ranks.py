@@ -19,7 +19,6 @@ from ..masks import LAYOUTS, Twins
 from ..wrap import rounds_since_wrap, wrap_after
 from . import test_row_descriptors as descriptors
 from .machine import Machine
-from .test_kernels import pytestmark as pytestmark
 
 SIZES: dict[str, Any] = {"hidden": 16, "topk": 3, "max_tokens": 4, "dtype": torch.bfloat16}
 # A lane has one rank, or two, or some lanes have a second one.

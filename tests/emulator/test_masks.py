@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import platform
-import shutil
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +13,6 @@ from moecomm.testing import ranks as local
 from ..masks import LAYOUTS, Twins, refuses_earlier_handles
 from .machine import Machine
 
-pytestmark = [
-    pytest.mark.skipif(platform.machine() != "x86_64" or shutil.which("g++") is None, reason="wants x86-64 and g++"),
-    pytest.mark.timeout(600),
-]
 SIZES: dict[str, Any] = {"ranks": 4, "hidden": 64, "num_experts": 10, "topk": 3, "max_tokens": 20, "backend": "host"}
 SIZES["dtype"] = torch.bfloat16
 

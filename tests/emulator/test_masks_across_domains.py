@@ -14,7 +14,6 @@ from moecomm.testing import ranks as local
 from ..few import few
 from ..masks import LAYOUTS, Twins, refuses_earlier_handles
 from .machine import Machine
-from .test_kernels import pytestmark as pytestmark
 
 SIZES: dict[str, Any] = {"hidden": 64, "topk": 3, "max_tokens": 70, "backend": "host", "dtype": torch.bfloat16}
 

@@ -30,11 +30,10 @@ from .device_mutants import MUTANTS
 from .machine import Machine, units
 from .test_emulated_nic import FAST
 from .test_kernels import DOMAINS
-from .test_kernels import pytestmark as of_emulator
 from .test_replicate import SHAPES, check_choices
 from .units import Units
 
-pytestmark = [*of_emulator, pytest.mark.long]
+pytestmark = pytest.mark.long
 # Rows have several pieces, and more tokens than there are places in a ring.
 SIZES: dict[str, Any] = {"hidden": 2568, "num_experts": 10, "topk": 3, "max_tokens": 80, "dtype": torch.bfloat16}
 PLAIN: dict[str, Any] = {

@@ -11,10 +11,9 @@ from ..native.mutants import Mutant
 from . import gemm_machine, plain_gemm
 from . import test_mxfp4_gemm as cases
 from .test_mxfp4_gemm import plain_maps as plain_maps
-from .test_mxfp4_gemm import pytestmark as of_emulator
 from .units import Units
 
-pytestmark = [*of_emulator, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 FILE, EVERY = "gemm/mxfp4.cuh", "every value"
 MUTANTS = [  # `caught_by`: a case of test_mxfp4_gemm.py, or EVERY

@@ -6,7 +6,6 @@ import pytest
 
 from ..few import few
 from .machine import Machine
-from .test_kernels import pytestmark as pytestmark
 from .test_kernels import random_cases
 
 

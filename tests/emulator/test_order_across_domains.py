@@ -13,7 +13,6 @@ from moecomm.testing import ranks as local
 
 from ..few import few
 from .machine import Machine
-from .test_kernels import pytestmark as pytestmark
 
 RANKS, EXPERTS, TOPK, TOKENS = 2, 16, 8, 160
 CHUNK = 8  # tokens

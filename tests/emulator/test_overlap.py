@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import platform
-import shutil
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,11 +19,6 @@ from moecomm.window.failures import error_of
 from ..few import few
 from .gemm_machine import encode
 from .overlap_machine import EmulatedRanks, emulated
-
-pytestmark = [
-    pytest.mark.skipif(platform.machine() != "x86_64" or shutil.which("g++") is None, reason="wants x86-64 and g++"),
-    pytest.mark.timeout(600),
-]
 
 
 @pytest.fixture(autouse=True)

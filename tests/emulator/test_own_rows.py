@@ -18,7 +18,6 @@ from moecomm.testing import ranks as local
 
 from ..few import few
 from .machine import Machine
-from .test_kernels import pytestmark as pytestmark
 from .test_single_rows import RANKS, SIZES, TOPK, call, combined, memory
 
 HIDDEN, UNTOUCHED = 1032, 0xAB

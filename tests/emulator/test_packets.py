@@ -16,7 +16,6 @@ from moecomm.testing import ranks as local
 
 from ..few import few
 from .machine import Machine
-from .test_kernels import pytestmark as pytestmark
 
 RANKS, EXPERTS, TOKENS = 2, 16, 3
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import platform
-import shutil
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +16,6 @@ from moecomm.testing import ranks as local
 
 from .machine import Machine
 
-pytestmark = [
-    pytest.mark.skipif(platform.machine() != "x86_64" or shutil.which("g++") is None, reason="wants x86-64 and g++"),
-    pytest.mark.timeout(600),
-]
 RANKS, SIZE, EXPERTS, TOKENS = 4, 2, 8, 20
 CHUNK = 8  # tokens
 # By domain and token: two runs in the first chunk, none in the second, one that ends with the tokens; all but one.

@@ -24,10 +24,8 @@ from ..few import few
 from ..placed_rounds import check_random
 from ..slot_weights import drawn_weights, opened_weights
 from .machine import Call, Machine
-from .test_kernels import pytestmark as of_emulator
 from .test_plain_kernels import launcher
 
-pytestmark = of_emulator
 HIDDEN, INNER, TOKENS, TOPK = 64, 21, 40, 2
 SIZES: dict[str, Any] = {"hidden": HIDDEN, "topk": TOPK, "max_tokens": TOKENS, "backend": "host", "timeout_s": 20}
 # Ranks, experts, slots of a rank: experts that have no copy and several; more experts, or ranks, than lanes.

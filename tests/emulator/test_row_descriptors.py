@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import platform
-import shutil
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -23,10 +21,6 @@ from moecomm.testing.prepare import prepare_dispatch
 from ..fused.test_pipeline import at
 from .machine import Call, Machine
 
-pytestmark = [
-    pytest.mark.skipif(platform.machine() != "x86_64" or shutil.which("g++") is None, reason="wants x86-64 and g++"),
-    pytest.mark.timeout(600),
-]
 RANKS, HIDDEN, EXPERTS, TOPK, MANY, FEW = 3, 64, 13, 3, 1500, 900  # tokens of a Buffer; of few ids are told
 SOURCE, SAME, UNIT = 48, 36, 16  # of RowDescriptor (csrc/protocol/row_descriptor.h)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import platform
-import shutil
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +16,6 @@ from moecomm.testing import ranks as local
 
 from .machine import Machine
 
-pytestmark = [
-    pytest.mark.skipif(platform.machine() != "x86_64" or shutil.which("g++") is None, reason="wants x86-64 and g++"),
-    pytest.mark.timeout(600),
-]
 RANKS, TOKENS, HIDDEN, ROUNDS = 4, 8, 1024, 8
 SIZES: dict[str, Any] = {"hidden": HIDDEN, "num_experts": RANKS, "topk": 2, "max_tokens": TOKENS}
 # A round takes thousands of passes, and its rows over a slow link ten times as many.

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import platform
-import shutil
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,10 +20,6 @@ from moecomm.testing import ranks as local
 from . import gemm_machine, machine
 from .test_expert_layer import Emulated
 
-pytestmark = [
-    pytest.mark.skipif(platform.machine() != "x86_64" or shutil.which("g++") is None, reason="wants x86-64 and g++"),
-    pytest.mark.timeout(600),
-]
 SIZES: dict[str, Any] = {"hidden": 64, "num_experts": 8, "topk": 3, "max_tokens": 20, "dtype": torch.bfloat16}
 
 

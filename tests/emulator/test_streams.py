@@ -5,9 +5,7 @@
 from __future__ import annotations
 
 import ctypes
-import platform
 import random
-import shutil
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -27,11 +25,6 @@ from .machine import LIMIT, Arguments, Call, Launch, Machine
 from .test_expert_layer import SIZES, Emulated, nothing_is_left_of_earlier_layers
 
 __all__ = ["nothing_is_left_of_earlier_layers"]  # a fixture
-
-pytestmark = [
-    pytest.mark.skipif(platform.machine() != "x86_64" or shutil.which("g++") is None, reason="wants x86-64 and g++"),
-    pytest.mark.timeout(600),
-]
 
 
 class Streams:

@@ -14,7 +14,6 @@ from moecomm.testing import LocalBuffers
 from moecomm.testing import ranks as local
 
 from .machine import Machine
-from .test_kernels import pytestmark as pytestmark
 
 RANKS, SIZE, EXPERTS, TOPK, TOKENS = 6, 2, 12, 8, 24
 SIZES: dict[str, Any] = {

@@ -20,7 +20,6 @@ from ..test_batch_invariance import HOST, check_other_tokens
 from ..wrap import wrap_after
 from .machine import Machine
 from .test_kernels import UNEVEN
-from .test_kernels import pytestmark as pytestmark
 
 
 @pytest.mark.parametrize("balanced", few([None, False, True], None))

@@ -15,7 +15,6 @@ from moecomm.testing import LocalBuffers
 
 from ..few import few
 from .machine import Machine
-from .test_kernels import pytestmark as pytestmark
 from .test_verified_combines import TOKENS, Verified
 from .test_verified_combines import hashing_machine as hashing_machine
 

@@ -23,7 +23,6 @@ from moecomm.testing.prepare import prepare_combine
 
 from ..few import few
 from .machine import Call, Machine
-from .test_kernels import pytestmark as pytestmark
 
 RANKS, EXPERTS, TOPK, TOKENS, FLIPS, MANY = 3, 7, 3, 20, 12, 1 << 40
 SIZES: dict[str, Any] = {"num_experts": EXPERTS, "topk": TOPK, "max_tokens": TOKENS, "dtype": torch.bfloat16}

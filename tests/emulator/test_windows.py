@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import platform
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,9 +21,6 @@ from tests.window.test_examples import heated, reference
 from .machine import LIMIT, Launch, Machine
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
-pytestmark = pytest.mark.skipif(
-    platform.machine() != "x86_64" or shutil.which("g++") is None, reason="wants x86-64, g++"
-)
 # A put of every alignment by warps and blocks, by TMA, and every function that signals; each rank serves the next one.
 EVERYTHING = r"""
 #include <moecomm/window.cuh>

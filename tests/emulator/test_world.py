@@ -14,9 +14,7 @@ from ..world.case import Case, Step
 from ..world.shorten import program_of
 from ..world.together import Together
 from .machine import Machine
-from .test_kernels import pytestmark
 
-__all__ = ["pytestmark"]
 FEW, MANY, STEPS = range(2), range(40), 9
 CALLS = ("dispatch", "dispatch", "combine", "place", "mask", "unmask", "drop")
 
