@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ from moecomm import _native
 from moecomm.testing import LocalBuffers, check_case, random_case
 from moecomm.testing.prepare import prepare_combine, prepare_dispatch
 
+from .backends.conftest import run_ranks
 from .little_room import fixed_windows
 
 SIZES = {"ranks": 3, "hidden": 64, "num_experts": 12, "topk": 4, "max_tokens": 16, "dtype": torch.bfloat16}
@@ -390,18 +390,8 @@ def test_a_backend_that_cannot_run_says_what_is_missing(backend: str, monkeypatc
 
 def test_a_backend_that_one_rank_lacks_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    raised: list[BaseException | None] = [None, None]
-
-    def open_rank(rank: int, group: object) -> None:
-        with pytest.raises(moecomm.MoecommError) as caught:
-            moecomm.Buffer(group, hidden=64, num_experts=4, topk=2, max_tokens=8, backend=("host", "lsa")[rank])
-        raised[rank] = caught.value
-
-    threads = [threading.Thread(target=open_rank, args=one) for one in enumerate(moecomm.local_ranks(2))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=10)
+    sizes = {"hidden": 64, "num_experts": 4, "topk": 2, "max_tokens": 8}
+    raised = run_ranks(2, lambda group: moecomm.Buffer(group, **sizes, backend=("host", "lsa")[group.rank]))
     assert isinstance(raised[0], moecomm.Unsupported) and str(raised[0]).startswith("rank 1: backend 'lsa' can't run")
     assert isinstance(raised[1], moecomm.Unsupported)
 

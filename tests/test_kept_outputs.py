@@ -21,8 +21,7 @@ from moecomm.backends import host
 from moecomm.compat.deep_ep import Buffer
 from moecomm.testing import LocalBuffers, random_sizes
 
-from .backends.conftest import run_ranks
-from .compat.together import together
+from .backends.conftest import all_ranks, run_ranks
 from .conftest import Ranks
 from .few import few
 from .keeper import Keeper, draw, window_for
@@ -49,14 +48,6 @@ def fixed() -> Iterator[None]:
     """See fixed_windows()."""
     with fixed_windows():
         yield
-
-
-def results(found: list[Any]) -> list[Any]:
-    """Return what ranks returned.  Raises the first error that one of them raised."""
-    for one in found:
-        if isinstance(one, Exception):
-            raise one
-    return found
 
 
 @pytest.mark.parametrize("seed", few(range(40), *PLAIN))
@@ -115,7 +106,7 @@ def test_rows_that_arrive_in_chunks(windows: str) -> None:
                 assert torch.equal(out, (given["x"].float() * (times if flat else TOPK)).bfloat16())
             assert retries > 0
 
-    results(run_ranks(2, body))
+    all_ranks(2, body)
 
 
 @pytest.mark.parametrize("layout", ["flat", "expert", "batched"])
@@ -140,7 +131,7 @@ def test_what_a_kept_handle_is_for(layout: str, fixed: None) -> None:
                 assert torch.equal(buffer.combine(again.x, handle, wire="exact"), out)
             return inside, len(kept)
 
-    for inside, count in results(run_ranks(2, body)):
+    for inside, count in all_ranks(2, body):
         assert 0 < inside < count
 
 
@@ -167,7 +158,7 @@ def test_halves_of_rounds(windows: str) -> None:
                 assert torch.equal(routed.x[:count], y[:count])
                 assert torch.equal(buffer.combine(y, routed.handle, wire="exact"), want)
 
-    results(run_ranks(2, body))
+    all_ranks(2, body)
 
 
 def test_rows_of_empty_find_room_inside_or_outside(fixed: None) -> None:
@@ -182,7 +173,7 @@ def test_rows_of_empty_find_room_inside_or_outside(fixed: None) -> None:
                 kept.append(y)
             return [buffer.rounds.session.context.in_heap(y.data_ptr()) for y in kept]
 
-    for inside in results(run_ranks(2, body)):
+    for inside in all_ranks(2, body):
         assert inside[0] and not inside[-1]
 
 
@@ -219,7 +210,7 @@ def test_a_round_that_is_larger_than_the_window() -> None:
                 out = buffer.combine(kept[-1].x, kept[-1].handle, weighted=False)
                 assert torch.equal(out, (given["x"].float() * TOPK).bfloat16())
 
-    results(run_ranks(2, body))
+    all_ranks(2, body)
     with fixed_windows():
         assert {type(error) for error in run_ranks(2, body)} == {moecomm.BadInput}
 
@@ -287,7 +278,7 @@ def test_an_error_that_is_kept_takes_no_room() -> None:
             assert all(isinstance(one, moecomm.TooManyRows) for one in kept)
             assert buffer.rounds.memory.used == used
 
-    results(run_ranks(2, body))
+    all_ranks(2, body)
 
 
 @pytest.mark.parametrize(("rounds", "stay"), [(1, 0), (2, 1), (5, 3)])
@@ -351,7 +342,7 @@ def test_layers_of_training_keep_their_rows(windows: str) -> None:
             torch.testing.assert_close(out.detach().float(), want, rtol=0.1, atol=0.1)
             assert x.grad is not None and x.grad.isfinite().all() and (x.grad != 0).all()
 
-    results(run_ranks(2, body))
+    all_ranks(2, body)
 
 
 Steps = tuple[str, ...]
@@ -425,4 +416,4 @@ def test_low_latency_results(name: str, windows: str) -> None:
                 alive = alive[0] if isinstance(alive, tuple) else alive
                 assert torch.equal(alive.view(torch.uint8)[used], want), (step, other)
 
-    together(2, body)
+    all_ranks(2, body)

@@ -50,6 +50,15 @@ def run_ranks(ranks: int, body: Callable[[LocalRank], Any]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=90)
-        assert not thread.is_alive()
+        thread.join(timeout=200)
+        assert not thread.is_alive(), "a rank hangs"
+    return found
+
+
+def all_ranks(ranks: int, body: Callable[[LocalRank], Any]) -> list[Any]:
+    """Return what body returned on each rank; raise what the first of them raised."""
+    found = run_ranks(ranks, body)
+    for result in found:
+        if isinstance(result, BaseException):
+            raise result
     return found

@@ -10,8 +10,8 @@ import torch
 
 from moecomm.compat.deep_ep import Buffer, Config, ElasticBuffer
 
+from ..backends.conftest import all_ranks
 from . import oracle
-from .together import together
 
 RANKS, TOKENS, HIDDEN, TOPK, EXPERTS = 4, 24, 256, 4, 16
 LOCAL = EXPERTS // RANKS
@@ -87,7 +87,7 @@ def test_normal_calls(fp8: bool, masked: bool) -> None:
         assert torch.equal(combined, (x.float() * times).bfloat16())
         assert torch.equal(returned, weights * times)
 
-    together(RANKS, body)
+    all_ranks(RANKS, body)
 
 
 @pytest.mark.parametrize("allow_multiple_reduction", [False, True])
@@ -155,7 +155,7 @@ def test_second_interface(num_bias: int, allow_multiple_reduction: bool) -> None
             assert torch.equal(combined, combined_like(ids, mine, allow_multiple_reduction, added))
             assert torch.equal(returned, weights)
 
-    together(RANKS, body)
+    all_ranks(RANKS, body)
 
 
 def test_a_handle_keeps_its_ids() -> None:
@@ -168,4 +168,4 @@ def test_a_handle_keeps_its_ids() -> None:
         _, _, got, _, _ = buffer.dispatch(x, topk_weights=weights, handle=handle)
         assert torch.equal(got, want)
 
-    together(RANKS, body)
+    all_ranks(RANKS, body)

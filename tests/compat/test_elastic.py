@@ -12,8 +12,8 @@ import moecomm
 from moecomm.compat import deep_ep
 from moecomm.compat.deep_ep import Buffer, ElasticBuffer, EPHandle, EventHandle
 
+from ..backends.conftest import all_ranks
 from . import oracle
-from .together import together
 
 TOKENS = 14  # num_max_tokens_per_rank; the cases have at most 12
 HIDDEN = 256
@@ -100,7 +100,7 @@ def test_without_expanding(seed: int, synced: bool) -> None:
         buffer.barrier()
         buffer.destroy()
 
-    together(case.ranks, body)
+    all_ranks(case.ranks, body)
 
 
 @pytest.mark.parametrize("synced", [True, False])
@@ -166,7 +166,7 @@ def test_expanding(seed: int, synced: bool) -> None:
         torch.testing.assert_close(combined.float(), picked * x.float(), rtol=2**-7, atol=1e-5)
         assert torch.equal(returned, torch.where(idx >= 0, weights, 0.0))
 
-    together(case.ranks, body)
+    all_ranks(case.ranks, body)
 
 
 @pytest.mark.parametrize("by_column", [False, True])
@@ -194,7 +194,7 @@ def test_scales_travel_in_rows_or_columns(expand: bool, by_column: bool, kind: s
             if len(src) > 1:
                 assert recv_sf.stride() == ((1, -(-len(src) // 4) * 4) if by_column else (HIDDEN // 128, 1))
 
-    together(3, body)
+    all_ranks(3, body)
 
 
 def test_outputs_of_many_layers_may_be_alive() -> None:
@@ -207,7 +207,7 @@ def test_outputs_of_many_layers_may_be_alive() -> None:
             for i, (recv_x, *_) in enumerate(made):
                 assert torch.equal(recv_x, torch.cat([x + i] * 2))
 
-    together(2, body)
+    all_ranks(2, body)
 
 
 def test_what_a_buffer_says_of_itself() -> None:
@@ -226,7 +226,7 @@ def test_what_a_buffer_says_of_itself() -> None:
         assert ElasticBuffer(group, prefer_overlap_with_compute=False).get_theoretical_num_sms(256, 8) >= sms
         assert isinstance(buffer.capture(), EventHandle)
 
-    together(2, body)
+    all_ranks(2, body)
 
 
 def test_a_handle_repeats_what_it_was_made_for() -> None:
@@ -263,7 +263,7 @@ def test_a_handle_repeats_what_it_was_made_for() -> None:
         with pytest.raises(moecomm.Closed):
             buffer.dispatch(x, handle=handle)
 
-    together(1, body)
+    all_ranks(1, body)
 
 
 def test_the_bias_is_added_first_as_there() -> None:
@@ -287,4 +287,4 @@ def test_the_bias_is_added_first_as_there() -> None:
         elastic.destroy()
         normal.destroy()
 
-    together(2, body)
+    all_ranks(2, body)

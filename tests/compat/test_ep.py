@@ -15,8 +15,8 @@ from moecomm.compat import deep_ep
 from moecomm.compat.deep_ep import BufferAllocator, EPBuffer, EPHandle
 from tests.conftest import Ranks
 
+from ..backends.conftest import all_ranks
 from . import oracle
-from .together import together
 
 TOKENS, HIDDEN = 14, 256  # num_max_tokens_per_rank; the cases have at most 12
 MIB = 1 << 20
@@ -127,7 +127,7 @@ def test_dispatch_and_combine(seed: int, fp8: bool, deferred: bool) -> None:
         buffer.barrier()
         buffer.destroy()
 
-    together(case.ranks, body)
+    all_ranks(case.ranks, body)
 
 
 def test_a_deferred_call_wants_an_event() -> None:
@@ -143,7 +143,7 @@ def test_a_deferred_call_wants_an_event() -> None:
         with pytest.raises(moecomm.BadInput, match="do_handle_copy"):
             buffer.dispatch(x, ids, num_experts=2, do_handle_copy=True)
 
-    together(1, body)
+    all_ranks(1, body)
 
 
 def test_ids_of_a_handle_stay() -> None:
@@ -159,7 +159,7 @@ def test_ids_of_a_handle_stay() -> None:
             with pytest.raises(moecomm.BadInput, match=r"topk_idx.*changed"):
                 call()
 
-    together(1, body)
+    all_ranks(1, body)
 
 
 def test_a_plan_is_where_the_region_is() -> None:
@@ -184,7 +184,7 @@ def test_a_plan_is_where_the_region_is() -> None:
         buffer.destroy()
         assert EPBuffer(group, lb_allocation_plan_or_num_bytes=2 * MIB).lb_storage.numel() == 2 * MIB
 
-    together(2, body)
+    all_ranks(2, body)
 
 
 def mapping_of(ranks: int, slots: int, experts: int, seed: int) -> torch.Tensor:
@@ -226,7 +226,7 @@ def test_weights_come_to_redundant_slots(seed: int, sizes: tuple[int, ...]) -> N
             buffer.barrier()
         buffer.destroy()
 
-    together(ranks, body)
+    all_ranks(ranks, body)
 
 
 @pytest.mark.parametrize("n", [8, 24, 3080])
@@ -253,7 +253,7 @@ def test_gradients_of_redundant_slots_are_added(seed: int, n: int) -> None:
         assert torch.equal(grads, want) and torch.equal(redundant, there[rank])
         buffer.destroy()
 
-    together(ranks, body)
+    all_ranks(ranks, body)
 
 
 def test_ranks_agree_on_redundant_experts() -> None:
@@ -269,7 +269,7 @@ def test_ranks_agree_on_redundant_experts() -> None:
         buffer.lb_prefetch_weights(redundant, own + 1 + buffer.rank_idx, same).wait()
         assert redundant[:, 0].tolist() == ([2, 0] if buffer.rank_idx == 0 else [1, 1])
 
-    together(2, body)
+    all_ranks(2, body)
 
 
 def test_all_ranks_learn_of_a_bad_mapping() -> None:
@@ -289,7 +289,7 @@ def test_all_ranks_learn_of_a_bad_mapping() -> None:
         buffer.lb_prefetch_weights(redundant, own, mapping)
         assert redundant[0, 0] == 1 - buffer.rank_idx
 
-    together(2, body)
+    all_ranks(2, body)
 
 
 def different_calls(rank: int, group: Any) -> None:
@@ -315,7 +315,7 @@ def test_regions_have_one_size() -> None:
         with pytest.raises(moecomm.Mismatch, match="nbytes"):
             EPBuffer(group, lb_allocation_plan_or_num_bytes=(1 + group.rank) * 2 * MIB)
 
-    together(2, body)
+    all_ranks(2, body)
 
 
 def test_bad_redundant_experts_are_named() -> None:
@@ -354,7 +354,7 @@ def test_bad_redundant_experts_are_named() -> None:
         with pytest.raises(moecomm.Closed):
             weights(there, own, empty)
 
-    together(1, body)
+    all_ranks(1, body)
 
 
 def test_what_a_buffer_says_of_itself(capsys: pytest.CaptureFixture[str]) -> None:
@@ -382,6 +382,6 @@ def test_what_a_buffer_says_of_itself(capsys: pytest.CaptureFixture[str]) -> Non
         with pytest.raises(moecomm.Closed):
             buffer.print_memory_usage()
 
-    together(2, body)
+    all_ranks(2, body)
     assert "EPBuffer, rank 0 of 2: windows of rounds 0.0 MiB, redundant experts 4.0 MiB" in capsys.readouterr().out
     assert (deep_ep.get_num_rdma_alignment(), deep_ep.get_num_tma_alignment()) == (64, 32)

@@ -12,9 +12,9 @@ from moecomm import formats
 from moecomm.compat.deep_ep import HybridEPBuffer
 from moecomm.ranks.rendezvous import Alone
 
+from ..backends.conftest import all_ranks
 from . import oracle
 from .test_no_kernels import Computed
-from .together import together
 
 HIDDEN, TOKENS = 256, 12
 
@@ -106,7 +106,7 @@ def test_every_field(seed: int, blocking: bool, by_map: bool) -> None:
         _, returned = buffer.combine_with_unpermute(hidden=hidden, probs=weights, handle=handle, pad_multiple=pad)
         assert torch.equal(returned, probs[rank])
 
-    together(case.ranks, body)
+    all_ranks(case.ranks, body)
 
 
 def test_scales_travel() -> None:
@@ -129,7 +129,7 @@ def test_scales_travel() -> None:
                 assert torch.equal(hidden[row].view(torch.uint8), fp8[origin[0]][0][origin[1]].view(torch.uint8))
                 assert torch.equal(sf[row], fp8[origin[0]][1][origin[1]])
 
-    together(2, body)
+    all_ranks(2, body)
 
 
 def test_rows_in_bytes_are_rows_in_fp8() -> None:
@@ -153,7 +153,7 @@ def test_rows_in_bytes_are_rows_in_fp8() -> None:
             assert got.dtype == again.dtype == torch.uint8 and sf.dtype == torch.float32
             assert torch.equal(got[:rows], want.view(torch.uint8)[:rows]) and torch.equal(again[:rows], got[:rows])
 
-    together(2, body)
+    all_ranks(2, body)
 
 
 @pytest.mark.parametrize("as_floats", [False, True])
@@ -201,7 +201,7 @@ def test_mxfp8_rows_travel_with_a_scale_for_32_columns(hidden: int, as_floats: b
                 picks = maps[buffer.rank].sum(dim=1, keepdim=True)
                 assert torch.equal(out, (case.x[buffer.rank].float() * picks).bfloat16())
 
-    together(2, body)
+    all_ranks(2, body)
 
 
 def test_a_rank_with_more_tokens_than_before_makes_room_with_the_others() -> None:
@@ -217,7 +217,7 @@ def test_a_rank_with_more_tokens_than_before_makes_room_with_the_others() -> Non
             combined, _ = buffer.combine_with_unpermute(hidden=hidden, handle=handle)
             assert torch.equal(combined, x * (2 - rank))
 
-    together(2, body)
+    all_ranks(2, body)
 
 
 def routed(rank: int, picks: list[int], num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -268,7 +268,7 @@ def test_a_token_may_have_more_experts_than_any_before() -> None:
             there_and_back(buffer, buffer.rank, all_picks)
         assert buffer.config.max_num_of_tokens_per_rank == 700
 
-    together(2, body)
+    all_ranks(2, body)
 
 
 def test_without_a_wait_there_is_room_for_all_experts_from_the_first_call() -> None:
@@ -283,7 +283,7 @@ def test_without_a_wait_there_is_room_for_all_experts_from_the_first_call() -> N
             there_and_back(buffer, buffer.rank, all_picks, num_permuted_tokens=60 - buffer.rank, non_blocking=True)
             there_and_back(buffer, buffer.rank, all_picks)
 
-    together(2, body)
+    all_ranks(2, body)
 
 
 def test_layers_without_a_wait_may_keep_their_rounds_until_the_backward_pass() -> None:
@@ -305,7 +305,7 @@ def test_layers_without_a_wait_may_keep_their_rounds_until_the_backward_pass() -
         opened = max(buffer._pool._opened, key=lambda opened: opened.hidden)  # the other one is for counts
         assert opened.rounds.settings.window_bytes < opened.rounds.settings.round_bytes("expert")
 
-    together(2, body)
+    all_ranks(2, body)
 
 
 def test_more_experts_for_a_token_than_there_can_be_are_named_on_all_ranks() -> None:
@@ -319,7 +319,7 @@ def test_more_experts_for_a_token_than_there_can_be_are_named_on_all_ranks() -> 
             assert error.value.argument == "routing_map"
             there_and_back(buffer, buffer.rank, [[3], [32]])
 
-    together(2, body)
+    all_ranks(2, body)
 
 
 @pytest.mark.parametrize("non_blocking", [False, True])
@@ -334,7 +334,7 @@ def test_ranks_may_expect_other_numbers_of_tokens(non_blocking: bool) -> None:
         there_and_back(buffer, group.rank, [[2] * 200, [2] * 5], **options)
         assert buffer.config.max_num_of_tokens_per_rank == 200
 
-    together(2, body)
+    all_ranks(2, body)
 
 
 def test_bad_use_is_named() -> None:
@@ -396,7 +396,7 @@ def test_a_rank_with_more_tokens_than_at_first_takes_all_to_a_larger_buffer(pad:
             same.append(torch.equal(combined, 2 * x))
         return same
 
-    assert together(2, body) == [[True] * 3] * 2
+    assert all_ranks(2, body) == [[True] * 3] * 2
 
 
 def test_a_configuration_makes_room_for_more_tokens() -> None:
@@ -421,4 +421,4 @@ def test_a_configuration_makes_room_for_more_tokens() -> None:
         with pytest.raises(moecomm.BadInput, match="num_of_tokens_per_rank"):
             buffer.update_template_config(num_of_tokens_per_rank=-1)
 
-    together(2, body)
+    all_ranks(2, body)

@@ -11,8 +11,8 @@ import moecomm
 from moecomm.compat.deep_ep import HybridEPBuffer
 from moecomm.compat.deep_ep.hybrid import indices_to_map
 
+from ..backends.conftest import all_ranks
 from .test_no_kernels import Computed
-from .together import together
 
 HIDDEN, EXPERTS, RANKS, TOPK = 16, 6, 3, 2
 LOCAL = EXPERTS // RANKS
@@ -96,7 +96,7 @@ def test_rows_behind_the_budget_are_dropped_and_flagged(seed: int, align: int, b
         assert torch.equal(again[used], hidden[used] * 2)
         return dropped
 
-    flags = together(RANKS, body)
+    flags = all_ranks(RANKS, body)
     assert any(flags) == (seed != 4)
 
 
@@ -107,7 +107,7 @@ def test_without_a_budget_nothing_is_dropped() -> None:
         *_, handle = buffer.dispatch_with_permute(hidden=x, topk_idx=ids, num_of_experts=EXPERTS)
         assert handle[-1].tolist() == [0]
 
-    together(RANKS, body)
+    all_ranks(RANKS, body)
 
 
 def test_what_torchtitan_reads_of_a_buffer() -> None:
@@ -120,7 +120,7 @@ def test_what_torchtitan_reads_of_a_buffer() -> None:
         buffer.dispatch_with_permute(hidden=x, topk_idx=ids, num_of_experts=EXPERTS)
         assert config.max_num_of_tokens_per_rank == 22
 
-    together(RANKS, body)
+    all_ranks(RANKS, body)
 
 
 def test_ids_become_maps() -> None:

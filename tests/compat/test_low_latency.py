@@ -14,9 +14,9 @@ import moecomm
 from moecomm import formats
 from moecomm.compat.deep_ep import Buffer, low_latency
 
+from ..backends.conftest import all_ranks
 from ..little_room import fixed_windows
 from . import oracle
-from .together import together
 
 HIDDEN, TOKENS = 1024, 12  # a multiple of 512, as packed scales want; the most a rank has
 FORMATS = [(False, False, False), (True, False, False), (True, True, False), (True, True, True)]
@@ -69,7 +69,7 @@ def check_arrival(case: oracle.Case, rank: int, recv_x: Any, count: torch.Tensor
 def test_every_field(options: tuple[bool, bool, bool], hook: bool) -> None:
     for seed in range(3):
         case = oracle.random_case(seed, ranks=2 + seed, hidden=HIDDEN, most=TOKENS)
-        together(case.ranks, lambda group, case=case, seed=seed: one_round(group, case, options, hook, seed % 2 == 1))
+        all_ranks(case.ranks, lambda group, case=case, seed=seed: one_round(group, case, options, hook, seed % 2 == 1))
 
 
 def in_block(row: int, group: int, hidden: int) -> int:
@@ -82,7 +82,7 @@ def in_block(row: int, group: int, hidden: int) -> int:
 def test_nvfp4(hidden: int, hook: bool) -> None:
     for seed in range(3):
         case = oracle.random_case(seed, ranks=2 + seed, hidden=hidden, most=TOKENS + 40)
-        together(case.ranks, lambda group, case=case: nvfp4_round(group, case, hook))
+        all_ranks(case.ranks, lambda group, case=case: nvfp4_round(group, case, hook))
 
 
 def nvfp4_round(group: Any, case: oracle.Case, hook: bool) -> None:
@@ -118,7 +118,7 @@ def test_ranks_that_ask_for_different_formats_are_told() -> None:
         with pytest.raises(moecomm.Mismatch, match=r"nvfp4.*fp8|fp8.*nvfp4"):
             buffer.low_latency_dispatch(x, ids, 4, 2, x_global_scale=torch.ones(1), **options)
 
-    together(2, body)
+    all_ranks(2, body)
 
 
 def check_nvfp4_arrival(
@@ -148,7 +148,7 @@ def test_weights_go_ahead_of_a_combine_that_does_not_take_them(monkeypatch: pyte
     monkeypatch.setattr(low_latency, "takes_weights", lambda buffer: False)
     for early in (False, True):
         case = oracle.random_case(7, ranks=3, hidden=HIDDEN, most=TOKENS)
-        together(3, lambda group, case=case, early=early: one_round(group, case, FORMATS[0], False, early))
+        all_ranks(3, lambda group, case=case, early=early: one_round(group, case, FORMATS[0], False, early))
 
 
 @pytest.mark.parametrize("in_a_round", [False, True])
@@ -167,7 +167,7 @@ def test_a_combine_knows_ids_that_have_changed_since(monkeypatch: pytest.MonkeyP
         combined, _, _ = buffer.low_latency_combine(y, ids, weights, handle)
         torch.testing.assert_close(combined.float(), total, rtol=2**-8, atol=1e-5)
 
-    together(3, body)
+    all_ranks(3, body)
 
 
 def one_round(group: Any, case: oracle.Case, options: Any, hook: bool, early: bool) -> None:
@@ -253,7 +253,7 @@ def test_a_combine_leaves_out_what_its_own_ids_do(
         assert torch.equal(weights, before)
         return int((left_out != ids).sum())
 
-    assert sum(together(3, body)) > 9
+    assert sum(all_ranks(3, body)) > 9
 
 
 def test_any_number_of_results_may_be_alive() -> None:
@@ -271,7 +271,7 @@ def test_any_number_of_results_may_be_alive() -> None:
         assert all((y[:, 0] == 1).all() for y in alive)
 
     with fixed_windows():
-        together(2, body)
+        all_ranks(2, body)
 
 
 def test_two_dispatches_whose_hooks_come_late() -> None:
@@ -299,7 +299,7 @@ def test_two_dispatches_whose_hooks_come_late() -> None:
             total = torch.where(idx >= 0, weights, 0.0).sum(1, keepdim=True) * case.x[buffer.rank].float()
             torch.testing.assert_close(combined.float(), total, rtol=2**-8, atol=1e-5)
 
-    together(2, body)
+    all_ranks(2, body)
 
 
 def test_a_late_hook_waits_for_the_stream_that_has_received(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,7 +332,7 @@ def test_a_late_hook_waits_for_the_stream_that_has_received(monkeypatch: pytest.
         assert on.waits == [(3, 2), (4, 2)]
         buffer.destroy()
 
-    together(2, body)
+    all_ranks(2, body)
 
 
 def test_normal_and_low_latency_calls_take_turns_on_one_buffer() -> None:
@@ -355,7 +355,7 @@ def test_normal_and_low_latency_calls_take_turns_on_one_buffer() -> None:
             )
             assert torch.equal(flat, oracle.rows(case, wants[rank].src))
 
-    together(2, body)
+    all_ranks(2, body)
 
 
 def test_no_rank_is_masked() -> None:
@@ -370,7 +370,7 @@ def test_no_rank_is_masked() -> None:
         with pytest.raises(moecomm.BadInput):
             buffer.low_latency_query_mask_buffer(torch.zeros(3, dtype=torch.int32))
 
-    together(2, body)
+    all_ranks(2, body)
 
 
 def test_ranks_that_disagree_on_the_most_tokens_are_told() -> None:
@@ -380,7 +380,7 @@ def test_ranks_that_disagree_on_the_most_tokens_are_told() -> None:
         with pytest.raises(moecomm.Mismatch, match=r"max_dispatch_tokens_per_rank=[45].*per_rank=[45]"):
             buffer.low_latency_dispatch(x, idx, 4 + buffer.rank, 2)
 
-    together(2, body)
+    all_ranks(2, body)
 
 
 def test_no_window_of_new_sizes_is_opened_while_a_rank_is_masked() -> None:
@@ -397,7 +397,7 @@ def test_no_window_of_new_sizes_is_opened_while_a_rank_is_masked() -> None:
                 buffer.low_latency_dispatch(x, idx, 5, 2)
         idle.wait(30)
 
-    together(2, body)
+    all_ranks(2, body)
 
 
 def test_masked_ranks_have_no_part_until_they_are_taken_in_again() -> None:
@@ -440,7 +440,7 @@ def test_masked_ranks_have_no_part_until_they_are_taken_in_again() -> None:
             buffer.low_latency_clean_mask_buffer()
             exact_round(buffer, rank)
 
-    together(3, body)
+    all_ranks(3, body)
 
 
 @pytest.mark.parametrize("lost_in", ["dispatch", "combine"])
@@ -475,5 +475,5 @@ def test_a_call_that_loses_a_rank_is_repeated_with_all_that_the_caller_gave(lost
             assert got is out
             assert torch.equal(out, x * (ids < 4).sum(dim=1, keepdim=True))
 
-    together(3, body)
+    all_ranks(3, body)
     assert waited.sum() > 0

@@ -15,7 +15,7 @@ from moecomm.gpu.budgets import Kept
 from moecomm_bench.case import RoundsCase
 from moecomm_bench.deep_ep_layer import NOT_COPIED, DeepEpLayer
 
-from .together import together
+from ..backends.conftest import all_ranks
 
 TOKENS, HIDDEN, TOPK, EXPERTS = 6, 256, 3, 8
 CASE = RoundsCase("", HIDDEN, TOPK, EXPERTS, 2, "host", [TOKENS], ["flat"], ["bf16"], [0], "eager")
@@ -76,7 +76,7 @@ def test_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert compat == native + copies, pair.about
                 assert native == [] or pair.what.startswith("hybrid"), pair.about
 
-    together(2, body)
+    all_ranks(2, body)
 
 
 def given(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -101,7 +101,7 @@ def test_low_latency_and_what_it_does_beside() -> None:
         assert computed(lambda: dispatch(round_scale=True)) == ["copy_", "bitwise_left_shift_"]
         assert computed(lambda: dispatch(cumulative_local_expert_recv_stats=stats)) == ["add_"]
 
-    together(2, body)
+    all_ranks(2, body)
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def test_elastic_buffer(kind: type[ElasticBuffer | EPBuffer], expand: bool, laun
             padded = {**options, "do_zero_padding": True}
             assert computed(lambda: buffer.dispatch(x, ids, weights, **padded)) == []
 
-    together(2, body)
+    all_ranks(2, body)
     assert launches == ["zero"] * 4 * expand  # two ranks, two calls
 
 
@@ -171,5 +171,5 @@ def test_hybrid_buffer(launches: list[str]) -> None:
         }
         assert computed(lambda: buffer.dispatch_with_permute(hidden=x, **call)) == []
 
-    together(2, body)
+    all_ranks(2, body)
     assert sorted(launches) == ["ids_of"] * 4 + ["weights_at"] * 4 + ["within_budgets"] * 14 + ["zero"] * 4

@@ -11,8 +11,8 @@ import moecomm
 from moecomm import formats
 from moecomm.compat.deep_ep import Buffer, Config, EventHandle, EventOverlap
 
+from ..backends.conftest import all_ranks
 from . import oracle
-from .together import together
 
 CHANNELS = 3
 
@@ -82,7 +82,7 @@ def test_every_field(seed: int) -> None:
         assert torch.equal(combined, (exact + bias.float()).bfloat16())
         buffer.destroy()
 
-    together(case.ranks, body)
+    all_ranks(case.ranks, body)
 
 
 def check_handle(handle: Any, want: oracle.Normal, rank: int) -> None:
@@ -127,7 +127,7 @@ def test_fp8_rows_travel_with_their_scales(scale_dtype: torch.dtype) -> None:
         combined, _, _ = buffer.combine(oracle.rows(case, want.src), handle)
         assert torch.equal(combined, (want.is_token_in_rank.sum(1, keepdim=True) * case.x[rank].float()).bfloat16())
 
-    together(3, body)
+    all_ranks(3, body)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e5m2, torch.float8_e4m3fn])
@@ -150,7 +150,7 @@ def test_rows_of_bytes_travel_with_a_scale_each(dtype: torch.dtype) -> None:
         combined, _, _ = buffer.combine(oracle.rows(case, want.src), handle)
         assert torch.equal(combined, (want.is_token_in_rank.sum(1, keepdim=True) * case.x[rank].float()).bfloat16())
 
-    together(3, body)
+    all_ranks(3, body)
 
 
 @pytest.mark.parametrize("worst", [False, True])
@@ -161,7 +161,7 @@ def test_nvfp4_rows_travel_in_three(worst: bool) -> None:
     for case in cases:
         case.num_experts = 3
         case.topk_idx = [ids.clamp(max=2) for ids in case.topk_idx]
-    together(3, lambda group: nvfp4_rounds(Buffer(group), cases, worst))
+    all_ranks(3, lambda group: nvfp4_rounds(Buffer(group), cases, worst))
 
 
 def nvfp4_rounds(buffer: Buffer, cases: list[oracle.Case], worst: bool) -> None:
@@ -200,7 +200,7 @@ def test_without_topk_a_layout_says_where_tokens_go() -> None:
         combined, _, _ = buffer.combine(recv_x, handle)
         assert torch.equal(combined, (handle[4].sum(1, keepdim=True) * case.x[buffer.rank].float()).bfloat16())
 
-    together(4, body)
+    all_ranks(4, body)
 
 
 def test_worst_tokens_give_a_fixed_shape_and_mark_what_is_unused() -> None:
@@ -229,7 +229,7 @@ def test_worst_tokens_give_a_fixed_shape_and_mark_what_is_unused() -> None:
         combined, _, _ = buffer.combine(recv_x, handle)
         assert torch.equal(combined, (handle[4].sum(1, keepdim=True) * case.x[rank].float()).bfloat16())
 
-    together(3, body)
+    all_ranks(3, body)
 
 
 def test_a_rank_with_more_tokens_than_before_makes_room_with_the_others() -> None:
@@ -250,7 +250,7 @@ def test_a_rank_with_more_tokens_than_before_makes_room_with_the_others() -> Non
             combined, _, _ = buffer.combine(recv_x, handle)
             assert torch.equal(combined, (handle[4].sum(1, keepdim=True) * x.float()).bfloat16())
 
-    together(3, body)
+    all_ranks(3, body)
 
 
 def test_outputs_of_many_layers_may_be_alive() -> None:
@@ -268,7 +268,7 @@ def test_outputs_of_many_layers_may_be_alive() -> None:
             everybody = torch.cat([x - buffer.rank + r + i for r in range(2)])
             assert torch.equal(recv_x, everybody)
 
-    together(2, body)
+    all_ranks(2, body)
 
 
 def test_events_follow_the_current_stream() -> None:
@@ -300,4 +300,4 @@ def test_events_follow_the_current_stream() -> None:
         with pytest.raises(moecomm.BadInput):
             event.wait()
 
-    together(2, body)
+    all_ranks(2, body)

@@ -11,7 +11,8 @@ import torch
 
 import moecomm
 from moecomm.compat.deep_ep import Buffer, ElasticBuffer, EPBuffer, HybridEPBuffer
-from tests.compat.together import together
+
+from ..backends.conftest import all_ranks
 
 TOKENS, HIDDEN, EXPERTS = 3, 128, 4
 X = torch.arange(1, TOKENS + 1).view(-1, 1).expand(-1, HIDDEN).bfloat16().contiguous()
@@ -111,7 +112,7 @@ def on_ranks(kind: type[Normal], body: Callable[[Normal, int], Any]) -> list[Any
             done.wait(30)
             calls.buffer._pool.close()
 
-    return together(2, run)
+    return all_ranks(2, run)
 
 
 KINDS = [Normal, WithoutIds, LowLatency, Elastic, EP, Hybrid]

@@ -14,7 +14,7 @@ from moecomm.compat.deep_ep import Buffer
 from moecomm.observe.stats import Stats
 from moecomm.observe.stats.counters import Beside
 
-from .together import together
+from ..backends.conftest import all_ranks
 
 RANKS, LATE, TOKENS, EXPERTS = 3, 1, 4, 6
 X = torch.ones(TOKENS, 128, dtype=torch.bfloat16)
@@ -65,7 +65,7 @@ def test_the_waits_of_a_call_are_added(hook: bool) -> None:
         buffer.destroy()
         return [dispatched, combined]
 
-    found = together(RANKS, body)
+    found = all_ranks(RANKS, body)
     for rank, (dispatched, combined) in enumerate(found):
         assert (combined >= 7).all()
         if rank != LATE:
@@ -84,4 +84,4 @@ def test_what_waits_cannot_be_added_to_is_refused(bad: Any) -> None:
             buffer.low_latency_combine(recv_x, IDX, WEIGHTS, handle, combine_wait_recv_cost_stats=bad)
         buffer.destroy()
 
-    together(2, body)
+    all_ranks(2, body)

@@ -12,7 +12,7 @@ import moecomm
 from moecomm.compat.deep_ep import Buffer, ElasticBuffer, HybridEPBuffer
 from moecomm.ranks.rendezvous import Alone
 
-from .together import together
+from ..backends.conftest import all_ranks
 
 EXPERTS, TOPK, TOKENS, HIDDEN, STEPS, KEPT = 16, 4, 64, 256, 60, 4
 ALIGNMENTS = (1, 128)
@@ -73,7 +73,7 @@ def test_outputs_of_other_sizes_in_turn(make: Callable[[Any], Round]) -> None:
         for step, rows in kept:
             assert ((rows == step + 1) | (rows == 0)).all()
 
-    together(2, body)
+    all_ranks(2, body)
 
 
 def test_rows_that_are_dropped_leave_one_piece_behind_their_handle() -> None:

@@ -12,7 +12,8 @@ import torch
 import moecomm
 from moecomm import _native
 from moecomm.rounds.call_count import CallCount, CountedCall
-from tests.compat.together import together
+
+from ..backends.conftest import all_ranks
 
 X, IDS = torch.ones(2, 64, dtype=torch.bfloat16), torch.tensor([[0, 1], [1, 0]])
 
@@ -56,7 +57,7 @@ def test_a_failed_call_counts_in_every_buffer(later: bool, failing: tuple[int, .
             buffer.close()
         return found
 
-    assert together(2, body) == [["4", "4"] if failing == (0, 1) else ["OutOfStep"] * 2] * 2
+    assert all_ranks(2, body) == [["4", "4"] if failing == (0, 1) else ["OutOfStep"] * 2] * 2
 
 
 def test_a_round_or_a_call_that_has_counted_is_not_counted_again() -> None:
@@ -89,4 +90,4 @@ def test_a_failure_beside_a_call_of_another_thread_counts_after_it() -> None:
                 buffer.dispatch(X, IDS)
             done.wait(30)
 
-    together(2, body)
+    all_ranks(2, body)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ import torch
 import moecomm
 from moecomm.observe.flight import files
 
+from ..backends.conftest import all_ranks
 from ..live import shorten
 
 SIZES = '{"hidden": 64, "num_experts": 2, "topk": 1, "max_tokens": 4, "backend": "host"}'
@@ -110,18 +112,12 @@ def open_pair(monkeypatch: pytest.MonkeyPatch, folder: Path, body: Any) -> list[
     monkeypatch.setenv("MOECOMM_FLIGHT_DIR", str(folder))
     monkeypatch.setattr(files, "_installed", True)  # not in the process of the tests
 
-    def run_rank(rank: int, group: Any) -> None:
-        try:
-            with moecomm.Buffer(group, **json.loads(SIZES)) as buffer:
-                body(rank, buffer)
-        except (moecomm.MoecommError, ZeroDivisionError):
-            pass
+    def run_rank(group: Any) -> None:
+        ends, sizes = contextlib.suppress(moecomm.MoecommError, ZeroDivisionError), json.loads(SIZES)
+        with ends, moecomm.Buffer(group, **sizes) as buffer:
+            body(group.rank, buffer)
 
-    threads = [threading.Thread(target=run_rank, args=one) for one in enumerate(moecomm.local_ranks(2))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    all_ranks(2, run_rank)
     return written(folder)
 
 

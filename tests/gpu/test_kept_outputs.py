@@ -17,7 +17,7 @@ from moecomm.compat.deep_ep import Buffer
 from moecomm.testing import LocalBuffers
 from moecomm.testing.prepare import prepare_combine
 
-from ..compat.together import together
+from ..backends.conftest import all_ranks
 from ..conftest import Ranks
 from ..keeper import Keeper, draw, window_for
 
@@ -313,4 +313,4 @@ def test_low_latency_results_of_deep_ep() -> None:
             kept.append((rows, used, rows[used].clone(), handle))
         assert all(torch.equal(rows[used], want) for rows, used, want, _ in kept)
 
-    together(1, body)
+    all_ranks(1, body)

@@ -16,7 +16,8 @@ from moecomm.compat import deep_ep
 from moecomm.integrations import sglang
 from tests.compat import oracle
 from tests.compat.test_low_latency import check_arrival, check_nvfp4_arrival
-from tests.compat.together import together
+
+from ..backends.conftest import all_ranks
 
 INSTALLED = importlib.util.find_spec("sglang")
 
@@ -100,7 +101,7 @@ def test_low_latency_as_its_dispatcher_calls_it(output: str, hook: bool) -> None
             total = torch.where(ids >= 0, weights, 0.0).sum(1, keepdim=True) * case.x[rank].float()
             torch.testing.assert_close(combined.float(), total, rtol=2**-8, atol=1e-5)
 
-    together(3, body)
+    all_ranks(3, body)
 
 
 def test_sglang_finds_the_plugin() -> None:

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 import moecomm
 from moecomm.base.experts import experts_of
 from moecomm.nn import ExpertParallel, Experts, gather_state, shard_state
-from tests.ops.ranks import on_threads
+
+from ..backends.conftest import all_ranks
 
 SIZES: dict[str, Any] = {"hidden": 8, "intermediate": 4, "topk": 2, "max_tokens": 8, "backend": "host", "device": "cpu"}
 OTHER, SAVED = 2, 1  # seeds; an expert's weights depend on the seed and its number alone
@@ -273,7 +274,7 @@ def test_threads_and_experts_alone_say_which_experts_they_have() -> None:
             torch.save(layer, io.BytesIO())
         return state
 
-    states_of = on_threads(3, body)
+    states_of = all_ranks(3, body)
     layer = ExpertParallel(moecomm.local_ranks(3)[1], **SIZES, num_experts=7, seed=OTHER)
     with pytest.raises(moecomm.BadInput, match="experts 0 to 2 of 7; want experts 3 to 4, which this rank owns"):
         layer.load_state_dict(states_of[0])

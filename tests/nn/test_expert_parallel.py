@@ -19,7 +19,8 @@ from moecomm.nn import ExpertParallel, gather_state, shard_state, shared_buffer
 from moecomm.nn.state import is_sharded
 from moecomm.router import Router, random_routing
 from tests.ops.plain import formula
-from tests.ops.ranks import on_threads
+
+from ..backends.conftest import all_ranks
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOPK, MOST = 32, 16, 8, 3, 12
 TOKENS = (7, 0, 12, 5)
@@ -71,7 +72,7 @@ def test_outputs_and_gradients_are_those_of_one_rank(ranks: int, routing: str) -
         layer.open().close()
         return (*result, torch.zeros_like(layer.gate.weight) if gate is None else gate)
 
-    got = on_threads(ranks, body)
+    got = all_ranks(ranks, body)
     one = layer_of(None).double()
     x = torch.cat(xs).double().requires_grad_()
     idx, weights = one.gate(x) if routing == "gate" else (torch.cat(t) for t in list(zip(*given, strict=True)))
@@ -111,7 +112,7 @@ def test_experts_with_biases_and_other_activations(ranks: int) -> None:
         layer.open().close()
         return [out.detach(), again, *(getattr(layer.experts, name).grad for name in names)], state
 
-    found = on_threads(ranks, body)
+    found = all_ranks(ranks, body)
     one = with_biases(layer_of(None, **how)).double()
     x = torch.cat(xs).double()
     idx, weights = one.gate(x)
@@ -388,7 +389,7 @@ def test_a_layer_whose_rows_travel_in_formats_is_one_of_rows_that_were_cast(payl
         with torch.no_grad():
             assert torch.equal(quantized(x, idx, weights), found[0][0])
 
-    on_threads(2, body)
+    all_ranks(2, body)
 
 
 def test_formats_that_a_layer_does_not_take() -> None:

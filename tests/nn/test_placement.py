@@ -30,7 +30,8 @@ from moecomm.weights import slots
 from tests.backends.conftest import run_ranks
 from tests.few import few
 from tests.live import FAR_S, ROOM_S, wait_until
-from tests.ops.ranks import on_threads
+
+from ..backends.conftest import all_ranks
 
 RANKS, HIDDEN, INNER, EXPERTS, SLOTS, TOPK, MOST, STEPS = 3, 16, 8, 7, 5, 3, 12, 4
 TOKENS = (7, 0, 12)
@@ -134,7 +135,7 @@ def test_steps_have_the_bits_of_one_process(case: int) -> None:
         layer.open().close()
         return losses, [param.detach() for param in layer.parameters()]
 
-    found = on_threads(RANKS, body)
+    found = all_ranks(RANKS, body)
     whole = ExpertParallel("self", **SIZES, gate=None)
     w13, w2 = whole.experts.w13, whole.experts.w2
     optimizer = torch.optim.SGD(whole.parameters(), lr=0.02, momentum=0.9)
@@ -167,7 +168,7 @@ def test_gradients_are_those_of_the_formula() -> None:
         layer.open().close()
         return [out.detach(), x.grad, w.grad, *(param.grad.as_subclass(torch.Tensor) for param in layer.parameters())]
 
-    found = on_threads(RANKS, body)
+    found = all_ranks(RANKS, body)
     x, w = (torch.cat(one).double().requires_grad_() for one in (xs, weights))
     w13, w2, w13_bias, w2_bias = parameters = list(whole.experts.parameters())
     with torch.no_grad():
@@ -206,7 +207,7 @@ def test_slots_are_copies_and_gradients_are_added_in_the_order_of_slots(dtype: t
             torch.autograd.backward(copies, [one[here.start : here.stop] for one in grads])
             return [one.grad for one in owned]
 
-    found = on_threads(RANKS, body)
+    found = all_ranks(RANKS, body)
     wide = torch.promote_types(dtype, torch.float32)
     for nth, one in enumerate(grads):
         got = torch.cat([of_rank[nth] for of_rank in found])
@@ -242,7 +243,7 @@ def test_other_routes_give_what_a_plain_pass_gives(how: str) -> None:
             torch.testing.assert_close(got, want, rtol=bound, atol=bound)
         layer.open().close()
 
-    on_threads(RANKS, body)
+    all_ranks(RANKS, body)
 
 
 def test_a_compiled_layer_is_one_graph_and_follows_placements() -> None:
@@ -431,7 +432,7 @@ def test_weights_of_the_ranks_that_are_left_after_a_loss() -> None:
             with pytest.raises(moecomm.BadInput, match=f"experts {first} to {first + 3}, which this rank owns"):
                 ops.slot_weights(buffer, [torch.zeros(3, 5)])
 
-    on_threads(3, body)
+    all_ranks(3, body)
 
 
 def test_fewer_experts_than_ranks_have_owners() -> None:
@@ -446,7 +447,7 @@ def test_fewer_experts_than_ranks_have_owners() -> None:
             slots.sum().backward()
             assert owned.grad is not None and torch.equal(owned.grad, torch.full_like(owned, 2))
 
-    on_threads(3, body)
+    all_ranks(3, body)
 
 
 @pytest.mark.parametrize("opened", [False, True], ids=["first call", "later call"])

@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 import moecomm
 from moecomm.fused.weights import expert_weights, first_weights
 from moecomm.nn import ExpertParallel, clip_grad_norm_, expert_parameters, gather_state
-from tests.ops.ranks import on_threads
+
+from ..backends.conftest import all_ranks
 
 HIDDEN, TOKENS, STEPS = 16, 6, 3
 SIZES: dict[str, Any] = {
@@ -188,7 +189,7 @@ def test_threads_clip_by_the_norm_of_all() -> None:
             param.grad = param.detach().clone()
         return clip_grad_norm_(model, 1.0)
 
-    for found in on_threads(3, body):
+    for found in all_ranks(3, body):
         torch.testing.assert_close(found, want)
 
 

@@ -1,9 +1,7 @@
-"""Ranks as threads: operators run a rank's round by itself, so every rank needs a thread of its own."""
+"""Tokens and routing of ranks, each of which makes operators' rounds on a thread of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +9,6 @@ import torch
 
 import moecomm
 from moecomm.router import random_routing
-
-
-def on_threads(ranks: int, body: Callable[[Any], Any]) -> list[Any]:
-    """body(group) on every rank; what it returned."""
-    with ThreadPoolExecutor(ranks) as pool:
-        return list(pool.map(body, moecomm.local_ranks(ranks)))
 
 
 @dataclass

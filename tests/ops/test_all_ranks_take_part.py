@@ -11,8 +11,8 @@ import torch
 import moecomm
 from moecomm import ops
 from moecomm.base.protocol import LAYOUTS
-from tests.ops.ranks import on_threads
 
+from ..backends.conftest import all_ranks
 from ..few import few
 
 RANKS, HIDDEN, EXPERTS, TOPK, TOKENS = 3, 8, 6, 2, 4
@@ -100,7 +100,7 @@ def test_a_rank_whose_experts_got_no_token_has_its_backward_pass(
                 assert buffer.rounds.flight.rounds % 4 == 0 or room == "chunks"
         return found
 
-    for rank, results in enumerate(on_threads(RANKS, body)):
+    for rank, results in enumerate(all_ranks(RANKS, body)):
         for wanted, got in zip(("xw", "x", "w"), results, strict=True):
             assert same(got, expected(rank, layout, weighted, wanted)), (rank, wanted)
 
@@ -118,7 +118,7 @@ def test_a_repeated_dispatch_has_its_backward_pass_there_too(layout: Any) -> Non
             assert first.grad is not None and not first.grad.any()
             return [x.grad]
 
-    for rank, got in enumerate(on_threads(RANKS, body)):
+    for rank, got in enumerate(all_ranks(RANKS, body)):
         assert same(got, expected(rank, layout, True, "x")[1:2])
 
 
@@ -165,4 +165,4 @@ def _first_rank_alone(group: Any, call: str, alone: str) -> None:
     ),
 )
 def test_ranks_that_want_other_gradients_hear_of_it_in_the_forward_pass(call: str, alone: str) -> None:
-    on_threads(RANKS, lambda group: _first_rank_alone(group, call, alone))
+    all_ranks(RANKS, lambda group: _first_rank_alone(group, call, alone))

@@ -12,7 +12,9 @@ import moecomm
 from moecomm import ops
 from moecomm.base.arrays import window_tensor
 from moecomm.base.protocol import LAYOUTS
-from tests.ops.ranks import case, on_threads
+from tests.ops.ranks import case
+
+from ..backends.conftest import all_ranks
 
 RANKS, OTHER = 3, 1  # who has a handle that is none
 
@@ -90,7 +92,7 @@ def test_every_rank_hears_of_it_and_goes_on(layout: str, domain_ranks: int | Non
                 assert torch.equal(call(buffer, handle, routed.x, x), want[name])
         return heard
 
-    first, *others = on_threads(RANKS, body)
+    first, *others = all_ranks(RANKS, body)
     assert first and all(heard == first for heard in others)
 
 
@@ -131,7 +133,7 @@ def test_a_backward_pass_with_a_changed_handle() -> None:
                 routed.x.sum().backward()
             return str(caught.value)
 
-    assert len(set(on_threads(RANKS, body))) == 1
+    assert len(set(all_ranks(RANKS, body))) == 1
 
 
 def test_memory_that_is_not_there_any_more() -> None:

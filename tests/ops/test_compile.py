@@ -15,8 +15,9 @@ import moecomm
 from moecomm import _native, ops
 from moecomm.base.protocol import LAYOUTS
 from moecomm.rounds.memory import WindowMemory
-from tests.ops.ranks import case, on_threads
+from tests.ops.ranks import case
 
+from ..backends.conftest import all_ranks
 from ..few import few
 
 
@@ -176,7 +177,7 @@ def test_ranks_with_other_numbers_of_tokens_compile_for_themselves() -> None:
             ):
                 assert torch.equal(got, want)
 
-    on_threads(2, body)
+    all_ranks(2, body)
 
 
 def test_a_graph_of_a_closed_buffer_says_closed() -> None:

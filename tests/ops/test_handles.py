@@ -15,7 +15,9 @@ from moecomm import ops
 from moecomm.backends import host
 from moecomm.base.protocol import LAYOUTS
 from tests.little_room import fixed_windows
-from tests.ops.ranks import Case, case, on_threads
+from tests.ops.ranks import Case, case
+
+from ..backends.conftest import all_ranks
 
 
 def layer(buffer: moecomm.Buffer, x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -51,7 +53,7 @@ def test_recomputed_activations(reentrant: bool) -> None:
             out.sum().backward()
             return out.detach(), x.grad, weights.grad
 
-    for rank, got in enumerate(on_threads(2, body)):
+    for rank, got in enumerate(all_ranks(2, body)):
         assert_close(got, expected(c, rank, layers=2))
 
 
@@ -69,7 +71,7 @@ def test_saved_tensors_may_go_elsewhere_and_come_back() -> None:
             out.sum().backward()
             return out.detach(), x.grad, weights.grad
 
-    for rank, got in enumerate(on_threads(2, body)):
+    for rank, got in enumerate(all_ranks(2, body)):
         assert_close(got, expected(c, rank))
 
 
@@ -86,7 +88,7 @@ def test_a_copied_handle_serves_combines_and_repeats(layout: str) -> None:
             for y in (routed.x, routed.x.clone()):  # in the window, and not
                 assert torch.equal(ops.combine(y, handle), ops.combine(y, routed.handle))
 
-    on_threads(3, body)
+    all_ranks(3, body)
 
 
 def test_a_copied_handle_is_still_of_its_dispatch() -> None:
@@ -105,7 +107,7 @@ def test_a_copied_handle_is_still_of_its_dispatch() -> None:
             assert torch.equal(ops.combine(first.x, copies[0] if rank == 0 else first.handle), want)
             return raised.value.field, raised.value.rank
 
-    assert on_threads(2, body) == [("handle", 1), ("handle", 0)]
+    assert all_ranks(2, body) == [("handle", 1), ("handle", 0)]
 
 
 def test_backward_passes_in_another_order_are_told() -> None:
@@ -121,7 +123,7 @@ def test_backward_passes_in_another_order_are_told() -> None:
                 outs[rank].sum().backward()
             return raised.value.field
 
-    assert on_threads(2, body) == ["handle"] * 2
+    assert all_ranks(2, body) == ["handle"] * 2
 
 
 def test_one_handle_twice_and_a_repeat_of_it_have_gradients() -> None:
@@ -137,7 +139,7 @@ def test_one_handle_twice_and_a_repeat_of_it_have_gradients() -> None:
             out = out + ops.combine(rows * 3, routed.handle)
             return (out.detach(), *torch.autograd.grad(out.sum(), (x, other, weights)))
 
-    for rank, got in enumerate(on_threads(2, body)):
+    for rank, got in enumerate(all_ranks(2, body)):
         x, other = c.x[rank].clone().requires_grad_(), (c.x[rank] + 1).requires_grad_()
         weights, on = c.topk_weights[rank].clone().requires_grad_(), c.topk_idx[rank] >= 0
         weight = torch.where(on, weights, 0.0).sum(dim=1, keepdim=True)
@@ -172,7 +174,7 @@ def test_nothing_is_freed_before_the_backward_pass_and_everything_after_it() -> 
             return result, in_window, buffer.rounds.memory.used
 
     with fixed_windows():
-        found = on_threads(2, body)
+        found = all_ranks(2, body)
     for rank, (result, in_window, used) in enumerate(found):
         assert_close(result, expected(c, rank, layers=layers))
         assert in_window[0] and not in_window[layers - 1]
@@ -196,7 +198,7 @@ def test_copies_of_tables_have_the_tokens_that_were_forwarded(monkeypatch: pytes
                 handle = routed.handle._replace(memory=routed.handle.memory.clone())
                 assert torch.equal(ops.combine(routed.x, handle), x)
 
-    on_threads(4, body)
+    all_ranks(4, body)
 
 
 def test_outputs_outlive_the_buffer_and_its_handle_says_closed() -> None:

@@ -18,8 +18,8 @@ from moecomm.fused.activations import GatedActivation
 from moecomm.testing import LayerCase, random_layer
 from tests.ops import plain
 from tests.ops.plain import grads_of, seen_by, wanting
-from tests.ops.ranks import on_threads
 
+from ..backends.conftest import all_ranks
 from ..few import few
 
 SIZES: dict[str, Any] = {"hidden": 32, "intermediate": 16, "num_experts": 8, "topk": 3, "max_tokens": 12}
@@ -58,7 +58,7 @@ def test_values_are_the_bits_of_buffer_moe(ranks: int, dtype: torch.dtype) -> No
             calls = [case.call(group.rank) for case in cases]
             return [(ops.moe(buffer, **call), buffer.moe(**call)) for call in calls]
 
-    for rank, outs in enumerate(on_threads(ranks, body)):
+    for rank, outs in enumerate(all_ranks(ranks, body)):
         for case, (out, theirs) in zip(cases, outs, strict=True):
             case.check(rank, out)
             assert torch.equal(out, theirs)
@@ -82,7 +82,7 @@ def test_gradients_are_those_of_one_rank(ranks: int, domain_ranks: int, dtype: t
             assert buffer.rounds.memory.used == 0
         return found
 
-    for got in zip(cases, *on_threads(ranks, body), strict=True):
+    for got in zip(cases, *all_ranks(ranks, body), strict=True):
         case, *found = got
         for rank, want in enumerate(plain.gradients(case, seen_by(case))):
             plain.check(found[rank], want, f"layer of seed {case.seed}, rank {rank}")
@@ -166,7 +166,7 @@ def test_ranks_may_want_other_gradients_and_run_the_same_rounds() -> None:
             call = wanting(case.call(group.rank), *wanted[group.rank])
             return grads_of(ops.moe(buffer, **call), call, seen_by(case)[group.rank])
 
-    found = on_threads(4, body)
+    found = all_ranks(4, body)
     for rank, want in enumerate(plain.gradients(case, seen_by(case))):
         assert set(found[rank]) == set(wanted[rank])
         plain.check(found[rank], {name: want[name] for name in wanted[rank]}, f"rank {rank}")
@@ -183,7 +183,7 @@ def test_a_bias_alone_needs_no_round() -> None:
             out = ops.moe(buffer, **call)
             return grads_of(out, call, seen_by(case)[0])["bias"] if group.rank == 0 else None
 
-    torch.testing.assert_close(on_threads(2, body)[0], seen_by(case)[0].sum(dim=0), rtol=0, atol=0)
+    torch.testing.assert_close(all_ranks(2, body)[0], seen_by(case)[0].sum(dim=0), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("ids", ["none of any expert", "no tokens"])
@@ -230,7 +230,7 @@ def test_recomputed_layers_have_the_same_gradients(reentrant: bool) -> None:
                 results.append([out.detach(), calls[0]["x"].grad, *(c[w].grad for c in calls for w in ("w13", "w2"))])
         return results
 
-    for kept, recomputed in on_threads(2, body):
+    for kept, recomputed in all_ranks(2, body):
         assert all(torch.equal(one, other) for one, other in zip(kept, recomputed, strict=True))
 
 
@@ -323,7 +323,7 @@ def test_a_gradient_through_fp8_is_refused_at_once(name: str) -> None:
             with torch.no_grad():
                 return [*outs, ops.moe(buffer, **call)]
 
-    for rank, outs in enumerate(on_threads(2, body)):
+    for rank, outs in enumerate(all_ranks(2, body)):
         for out in outs:
             case.check(rank, out)
 

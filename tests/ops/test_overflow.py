@@ -16,7 +16,7 @@ from moecomm.base.choices import Layout
 from moecomm.errors import TooManyRows
 from moecomm.ops import chunks
 
-from .ranks import on_threads
+from ..backends.conftest import all_ranks
 
 RANKS, HIDDEN, EXPERTS, TOPK, TOKENS = 4, 16, 8, 2, 24
 SIZES: dict[str, Any] = {
@@ -88,8 +88,8 @@ def test_chunks_have_the_values_and_gradients_of_one_round(
             rounds = len(sent.handle.chunks) if isinstance(sent.handle, ops.ChunkedHandle) else 1
             return rounds, {name: tensor.detach().clone() for name, tensor in found.items()}
 
-    want = on_threads(RANKS, lambda group: body(group, math.inf))
-    got = on_threads(RANKS, lambda group: body(group, fewer * FEW[layout]))
+    want = all_ranks(RANKS, lambda group: body(group, math.inf))
+    got = all_ranks(RANKS, lambda group: body(group, fewer * FEW[layout]))
     for (at_once, first), (rounds, second) in zip(want, got, strict=True):
         assert at_once == 1 and rounds >= (2 if fewer == 1 else 3)
         for name, tensor in first.items():
@@ -136,8 +136,8 @@ def test_layers_in_chunks(grad: bool, alone: bool) -> None:
             assert len(grads) == 3 * grad
             return [out.detach(), *grads]
 
-    want = on_threads(RANKS, lambda group: body(group, math.inf))
-    got = on_threads(RANKS, lambda group: body(group, 0.8))
+    want = all_ranks(RANKS, lambda group: body(group, math.inf))
+    got = all_ranks(RANKS, lambda group: body(group, 0.8))
     for first, second in zip(want, got, strict=True):
         for one, other in zip(first, second, strict=True):
             torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-5)
@@ -159,7 +159,7 @@ def test_words_that_do_not_wait(overflow: Any) -> None:
             assert bool((lost.abs().sum(1) > 1e-5).any()) == (int(sent.dropped) > 0)
             return int(sent.dropped)
 
-    assert (sum(on_threads(RANKS, body)) > 0) == (overflow == "drop")
+    assert (sum(all_ranks(RANKS, body)) > 0) == (overflow == "drop")
 
 
 def test_graphs_drop_and_do_not_wait() -> None:

@@ -17,9 +17,10 @@ from moecomm.base.protocol import LAYOUTS
 from moecomm.combine import reference as combine_reference
 from moecomm.dispatch import reference as dispatch_reference
 from moecomm.ops.combine_gradients import combine_gradients
-from tests.ops.ranks import Case, case, on_threads
+from tests.ops.ranks import Case, case
 from tests.ops.test_rounds import arrived_of, filled
 
+from ..backends.conftest import all_ranks
 from ..few import few
 
 GLOBAL = {"fp8_tensor": 0.01, "nvfp4": 100.0}
@@ -88,7 +89,7 @@ def compare(c: Case, given: dict[str, Any], back: dict[str, Any], domain_ranks: 
             return a_step(buffer, c, given, back)
 
     whole = expected(c, given, back, domain_ranks)
-    for rank, (got, (arrived, out, grads)) in enumerate(zip(on_threads(c.ranks, body), whole, strict=True)):
+    for rank, (got, (arrived, out, grads)) in enumerate(zip(all_ranks(c.ranks, body), whole, strict=True)):
         x = got["routed"].x
         assert x.dtype is c.dtype and torch.equal(x, filled(arrived.x, x)), f"rank {rank}: x, zeros in padding included"
         assert torch.equal(got["out"], out), f"rank {rank}"
@@ -139,8 +140,8 @@ def test_rows_that_take_several_rounds(layout: Layout) -> None:
             rounds = len(raw.handle.chunks) if isinstance(raw.handle, ops.ChunkedHandle) else 1
             return got, [None if t is None else t.clone() for t in (raw.x, raw.scales)], rounds
 
-    want = on_threads(2, lambda group: body(group, math.inf))
-    got = on_threads(2, lambda group: body(group, 0.4))
+    want = all_ranks(2, lambda group: body(group, math.inf))
+    got = all_ranks(2, lambda group: body(group, 0.4))
     for (whole, raw, once), (parts, raw_parts, rounds) in zip(want, got, strict=True):
         assert once == 1 and rounds > 1
         assert all(map(torch.equal, (whole["out"], *whole["grads"]), (parts["out"], *parts["grads"])))
@@ -218,7 +219,7 @@ def test_groups_padded_to_128_with_counts_on_the_device() -> None:
                 assert torch.equal(mine, want) and not mine[count:].any()
                 begin += size
 
-    on_threads(2, body)
+    all_ranks(2, body)
 
 
 def test_handles_are_those_of_any_rows() -> None:
@@ -237,7 +238,7 @@ def test_handles_are_those_of_any_rows() -> None:
                 assert torch.equal(*again)
                 assert torch.equal(*(ops.combine(y, routed.handle) for y, routed in zip(again, sent, strict=True)))
 
-    on_threads(2, body)
+    all_ranks(2, body)
 
 
 def test_ranks_that_differ() -> None:
@@ -260,7 +261,7 @@ def test_ranks_that_differ() -> None:
                     out.sum().backward()
                 assert raised.value.field == field
 
-    on_threads(2, body)
+    all_ranks(2, body)
 
 
 @pytest.mark.parametrize("name", ops.GRAD_WIRES)

@@ -12,7 +12,9 @@ from moecomm import ops
 from moecomm.base.protocol import LAYOUTS
 from moecomm.combine import reference as combine_reference
 from moecomm.dispatch import reference as dispatch_reference
-from tests.ops.ranks import Case, case, on_threads
+from tests.ops.ranks import Case, case
+
+from ..backends.conftest import all_ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -82,7 +84,7 @@ def test_rounds_and_gradients_are_what_the_specification_says(
                 "grads_of_dispatch": grads_of_dispatch,
             }
 
-    got = on_threads(ranks, body)
+    got = all_ranks(ranks, body)
     arrived = arrived_of(c, c.x, layout, alignment, room)
 
     def cut(rows: torch.Tensor, here: dispatch_reference.Arrived) -> torch.Tensor:
@@ -160,7 +162,7 @@ def test_gradients_of_a_layer_are_those_of_one_rank(layout: str, ranks: int) -> 
             out = ops.combine(experts(routed, mine, layout), routed.handle)
             return (out.detach(), *torch.autograd.grad((out * seen[rank]).sum(), (x, weights, mine)))
 
-    got = on_threads(ranks, body)
+    got = all_ranks(ranks, body)
     whole = [torch.cat(t).double().requires_grad_() for t in (c.x, c.topk_weights)]
     scale64 = scale.double().requires_grad_()
     out = formula(whole[0], torch.cat(c.topk_idx), whole[1], scale64)
@@ -190,7 +192,7 @@ def test_whole_numbers_have_exact_gradients(layout: str) -> None:
             out = ops.combine(y, routed.handle)
             return (out.detach(), *torch.autograd.grad((out * seen[rank]).sum(), (x, weights)))
 
-    for rank, got in enumerate(on_threads(2, body)):
+    for rank, got in enumerate(all_ranks(2, body)):
         x, weights = (t[rank].clone().requires_grad_() for t in (c.x, c.topk_weights))
         out = 3 * x * torch.where(c.topk_idx[rank] >= 0, weights, 0.0).sum(dim=1, keepdim=True)
         for mine, want in zip(got, (out, *torch.autograd.grad((out * seen[rank]).sum(), (x, weights))), strict=True):
@@ -207,7 +209,7 @@ def test_sums_may_travel_rounded(layout: str) -> None:
             routed = ops.dispatch(buffer, c.x[rank], c.topk_idx[rank], c.topk_weights[rank], layout=layout)
             return routed.x, ops.combine(routed.x, routed.handle, wire=torch.bfloat16)
 
-    got, arrived = on_threads(3, body), arrived_of(c, c.x, layout)
+    got, arrived = all_ranks(3, body), arrived_of(c, c.x, layout)
     ys = [(y.flatten(0, 1) if layout == "batched" else y)[: len(a.x)] for (y, _), a in zip(got, arrived, strict=True)]
     want = combine_reference.combine(ys, arrived, layout=layout, wire=torch.bfloat16)
     assert all(torch.equal(out, expected) for (_, out), expected in zip(got, want, strict=True))
@@ -229,7 +231,7 @@ def test_a_gradient_of_either_input_alone() -> None:
                 found += [t.grad for t in (x, weights)]
         return found
 
-    for both_x, both_weights, x, no_weights, no_x, weights in on_threads(2, body):
+    for both_x, both_weights, x, no_weights, no_x, weights in all_ranks(2, body):
         assert no_weights is None and no_x is None
         assert torch.equal(x, both_x) and torch.equal(weights, both_weights)
 
@@ -259,7 +261,7 @@ def test_gradcheck(layout: str, ranks: int) -> None:
             exact: dict[str, Any] = {"eps": 0.5, "atol": 0, "rtol": 0, "nondet_tol": 0}
             return torch.autograd.gradcheck(layer, (x, weights), **exact)
 
-    assert on_threads(ranks, body) == [True] * ranks
+    assert all_ranks(ranks, body) == [True] * ranks
 
 
 def test_all_rounds_have_the_multiprocessors_of_the_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from moecomm.fused import Fp8, quantize_weights
 from moecomm.overlap import reference
 from moecomm.overlap.sizes import FP8, OF_FP8
 
-from ..backends.conftest import run_ranks
+from ..backends.conftest import all_ranks
 from ..window.test_threads import HOST
 
 OPERATORS = (
@@ -157,11 +157,7 @@ def on_ranks(ranks: int, body: Callable[[overlap.Workspace], Any], nbytes: int =
         with overlap.Workspace(group, nbytes, **{**HOST, **given}) as workspace:
             return body(workspace)
 
-    found = run_ranks(ranks, run)
-    for result in found:
-        if isinstance(result, Exception):
-            raise result
-    return found
+    return all_ranks(ranks, run)
 
 
 def same(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> bool:

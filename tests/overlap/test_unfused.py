@@ -13,7 +13,7 @@ from moecomm.overlap.agreement import BYTES, FirstCalls
 from moecomm.overlap.exchanges import Copies, collectives_of
 from moecomm.overlap.unfused import UnfusedExecutor
 
-from ..backends.conftest import run_ranks
+from ..backends.conftest import all_ranks
 from ..conftest import Ranks
 from .cases import FP8, HOST, OPERATORS, PRODUCTS, Case, gathers, random_case, same
 
@@ -25,11 +25,7 @@ def on_windows(ranks: int, body: Any) -> list[Any]:
         with moecomm.Window(group, ROOM + BYTES, **HOST) as window:
             return body(window)
 
-    found = run_ranks(ranks, run)
-    for result in found:
-        if isinstance(result, Exception):
-            raise result
-    return found
+    return all_ranks(ranks, run)
 
 
 def run(executor: UnfusedExecutor, case: Case, rank: int) -> torch.Tensor:

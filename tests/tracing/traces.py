@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +14,8 @@ import torch
 import moecomm
 from moecomm.observe.tracing import reading
 from moecomm.observe.tracing.merge import merge
+
+from ..backends.conftest import all_ranks
 
 SIZES: dict[str, Any] = {"hidden": 64, "num_experts": 12, "topk": 2, "max_tokens": 64, "backend": "host"}
 ROUNDS = 3  # pairs of a dispatch and a combine
@@ -56,21 +57,7 @@ def lose_one(rank: int, group: Any, folder: str) -> tuple[str, int]:
 
 def threads(ranks: int, *arguments: Any, run: Any = run_rank) -> None:
     """Run ranks as threads."""
-    errors: list[BaseException] = []
-
-    def one(rank: int, group: Any) -> None:
-        try:
-            run(rank, group, *arguments)
-        except BaseException as error:  # noqa: BLE001 - raised below
-            errors.append(error)
-
-    made = [threading.Thread(target=one, args=item) for item in enumerate(moecomm.local_ranks(ranks))]
-    for thread in made:
-        thread.start()
-    for thread in made:
-        thread.join()
-    if errors:
-        raise errors[0]
+    all_ranks(ranks, lambda group: run(group.rank, group, *arguments))
 
 
 def merged(folder: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 
 import moecomm
 
-from ..backends.conftest import run_ranks
+from ..backends.conftest import all_ranks, run_ranks
 from ..core.test_opening import left_behind
 from ..live import shorten
 
@@ -29,11 +29,7 @@ def on_ranks(body: Callable[[moecomm.Window], Any], ranks: int = RANKS, nbytes: 
         with moecomm.Window(group, nbytes, **{**HOST, **given}) as window:
             return body(window)
 
-    found = run_ranks(ranks, run)
-    for result in found:
-        if isinstance(result, Exception):
-            raise result
-    return found
+    return all_ranks(ranks, run)
 
 
 def expected(rank: int) -> torch.Tensor:
