@@ -128,6 +128,17 @@ class Call:
         return result
 
 
+def with_defaults(table: dict[str, list[Call]]) -> dict[str, list[Call]]:
+    """Return the calls of a table, the first of each function with the defaults of arguments that no call of it has."""
+    functions = public()
+    for name, (first, *others) in table.items():
+        given = set(first.arguments).union(*(call.arguments for call in others))
+        every = inspect.signature(functions[name]).parameters.values()
+        defaults = {one.name: one.default for one in every if one.default is not one.empty and one.name not in given}
+        first.arguments = {**first.arguments, **defaults}
+    return table
+
+
 def _close(result: Any) -> None:
     result.close()
 
@@ -162,10 +173,8 @@ def of_windows() -> dict[str, list[Call]]:
         "moecomm.Window": [Call(moecomm.Window, opened, _close)],
         "moecomm.Window.peer": [Call(window.peer, {"rank": 0})],
         "moecomm.Window.tensor": [Call(window.tensor, {"shape": (3, 4), "dtype": BF16, "rank": 0, "offset": 64})],
-        "moecomm.Window.put": [
-            Call(window.put, {"source": source, "rank": 0, "offset": 64, "signal": 1, "amount": 1}),
-        ],
-        "moecomm.Window.signal": [Call(window.signal, {"rank": 0, "index": 0, "amount": 1})],
+        "moecomm.Window.put": [Call(window.put, {"source": source, "rank": 0, "offset": 64, "signal": 1})],
+        "moecomm.Window.signal": [Call(window.signal, {"rank": 0, "index": 0})],
         "moecomm.Window.set_signal": [Call(window.set_signal, {"rank": 0, "index": 0, "value": 1})],
         "moecomm.Window.signal_value": [Call(window.signal_value, {"index": 0})],
         "moecomm.Window.wait": [Call(wait, {"index": 0, "value": 0, "peer": 0})],
@@ -183,7 +192,7 @@ def of_overlap() -> dict[str, list[Call]]:
     ragged = {**lookup, "indices": torch.tensor([0, 1, 2]), "offsets": offsets}
     return {
         "overlap.Workspace": [Call(overlap.Workspace, opened, _close)],
-        "overlap.all_gather_matmul": [Call(overlap.all_gather_matmul, {**product, "return_gathered": False})],
+        "overlap.all_gather_matmul": [Call(overlap.all_gather_matmul, product)],
         "overlap.matmul_reduce_scatter": [Call(overlap.matmul_reduce_scatter, product)],
         "overlap.matmul_all_reduce": [Call(overlap.matmul_all_reduce, product)],
         "overlap.matmul_all_to_all": [
@@ -205,11 +214,9 @@ def of_routing() -> dict[str, list[Call]]:
     return {
         "routing.RoutingRecorder": [Call(routing.RoutingRecorder, made)],
         "routing.RoutingRecorder.add": [Call(recorder.add, {**added, "rank": 0, "ranks": 1})],
-        "routing.join": [Call(routing.join, {"parts": [drawn, drawn], "layer": None})],
+        "routing.join": [Call(routing.join, {"parts": [drawn, drawn]})],
         "routing.loads": [Call(routing.loads, {"recorded": drawn, "ranks": (4, 8)})],
-        "routing.synthesize": [
-            Call(routing.synthesize, {"model": "mixtral-8x7b", "tokens": 4, "zipf": 1.0, "seed": 0})
-        ],
+        "routing.synthesize": [Call(routing.synthesize, {"model": "mixtral-8x7b", "tokens": 4, "zipf": 1.0})],
     }
 
 
@@ -224,7 +231,7 @@ def of_balance() -> dict[str, list[Call]]:
     asked = {"load": load, "choice": "even"}
     return {
         "balance.Plan": [Call(balance.Plan, made)],
-        "balance.Plan.placement": [Call(before.placement, {"layer": 0, "choice": "token"})],
+        "balance.Plan.placement": [Call(before.placement)],
         "balance.Plan.rank_loads": [Call(before.rank_loads, asked)],
         "balance.Plan.predicted": [Call(before.predicted, asked)],
         "balance.Plan.crossing": [Call(before.crossing, {"load": load})],
@@ -331,34 +338,13 @@ def of_moecomm() -> dict[str, list[Call]]:
     placed, grown = (moecomm.Buffer(**SIZES, backend="host", placement=placement) for _ in range(2))
     moved = moecomm.ExpertWeights(placed, {"w": (2,)})
     buffer_32 = moecomm.Buffer(**SIZES, backend="host", dtype=torch.float32)
-    return {
+    found = {
         "moecomm.Buffer": [
-            Call(
-                moecomm.Buffer,
-                {
-                    "group": None,
-                    **SIZES,
-                    "dtype": BF16,
-                    "backend": "host",
-                    "timeout_s": 5.0,
-                    "device": None,
-                    "window_bytes": None,
-                    "domain_ranks": None,
-                    "wire": None,
-                    "capacity_factor": None,
-                    "on_timeout": "raise",
-                    "verify_every": None,
-                    "placement": placement,
-                },
-                _close,
-            )
+            Call(moecomm.Buffer, {**SIZES, "backend": "host", "timeout_s": 5.0, "placement": placement}, _close)
         ],
         "moecomm.Buffer.set_placement": [Call(placed.set_placement, {"placement": placement})],
         "moecomm.Placement": [
-            Call(
-                moecomm.Placement,
-                {"experts": [list(range(E)), [0]], "num_experts": E, "slots": E, "choice": "token"},
-            ),
+            Call(moecomm.Placement, {"experts": [list(range(E)), [0]], "num_experts": E, "slots": E, "choice": "token"})
         ],
         "moecomm.ExpertWeights": [
             Call(
@@ -388,44 +374,28 @@ def of_moecomm() -> dict[str, list[Call]]:
             Call(made.dispatch_begin, scaled, made.dispatch_end),
             Call(made.dispatch_begin, {"x": x, "handle": handle}, made.dispatch_end),
         ],
-        "moecomm.Buffer.dispatch_end": [
-            Call(end, {"routed": BEGUN, "sync": None}),
-            Call(end_of_none, {"routed": BEGUN}),
-        ],
+        "moecomm.Buffer.dispatch_end": [Call(end, {"routed": BEGUN}), Call(end_of_none, {"routed": BEGUN})],
         "moecomm.Buffer.combine": [
-            Call(
-                made.combine,
-                {
-                    "y": y,
-                    "handle": handle,
-                    "out": out,
-                    "bias": bias,
-                    "weighted": True,
-                    "wire": None,
-                    "num_sms": None,
-                },
-            ),
+            Call(made.combine, {"y": y, "handle": handle, "out": out, "bias": bias}),
             Call(made.combine, {"y": y, "handle": handle, "weight_grads": torch.rand(len(y))}),
             Call(made.combine, {"y": y, "handle": handle, "topk_weights": weights}),
             Call(made.combine, {"y": flat.x.clone(), "handle": flat.handle, "bias": bias[0]}),
             Call(made.combine, {"y": fused.Fp8(y.to(torch.float8_e4m3fn), torch.rand(len(y), 1)), "handle": handle}),
         ],
-        "moecomm.Buffer.shrink": [Call(elastic.shrink, {"group": None, "keep_ids": False})],
+        "moecomm.Buffer.shrink": [Call(elastic.shrink)],
         "moecomm.Buffer.mask": [Call(elastic.mask, {"ranks": (), "replicas": {0: 1}})],
         "moecomm.Buffer.unmask": [Call(elastic.unmask, {"ranks": ()})],
-        "moecomm.Buffer.compile_for": [
-            Call(elastic.compile_for, {"ranks": 2, "keep_ids": False, "domain_ranks": 1}),
-        ],
+        "moecomm.Buffer.compile_for": [Call(elastic.compile_for, {"ranks": 2, "domain_ranks": 1})],
         "moecomm.Buffer.grow": [
             Call(elastic.grow, {"group": "self"}),
             Call(grown.grow, {"group": "self", "placement": placement}),
         ],
         "moecomm.Buffer.joining": [Call(elastic.joining, {"group": "self"})],
         "moecomm.Buffer.dump_flight_record": [Call(write, {"path": "record.json"})],
-        "moecomm.Buffer.stats": [Call(made.stats, {"gather": False, "reset": False})],
+        "moecomm.Buffer.stats": [Call(made.stats)],
         "moecomm.Buffer.empty": [Call(made.empty, {"handle": handle, "dtype": BF16})],
         "moecomm.Buffer.moe": [
-            Call(made.moe, {"x": x, **experts, **how, "out": out, "bias": bias, "fused": None, "overflow": None}),
+            Call(made.moe, {"x": x, **experts, **how, "out": out, "bias": bias, "overflow": None}),
             Call(made.moe, {"x": x, **experts, **dropping}),
             Call(made.moe, {"x": x, **experts, **gates}),
             Call(made.moe, {"x": x, **experts, "w13": fused.quantize_weights(w13), "w2": fused.quantize_weights(w2)}),
@@ -434,63 +404,21 @@ def of_moecomm() -> dict[str, list[Call]]:
         **of_overlap(),
         **of_routing(),
         **of_balance(),
-        "moecomm.trace": [Call(write_trace, {"folder": "trace", "model": None})],
+        "moecomm.trace": [Call(write_trace, {"folder": "trace"})],
         "moecomm.layer": [Call(name_layer, {"name": "layers.3"})],
         "moecomm.local_ranks": [Call(moecomm.local_ranks, {"ranks": 2})],
-        "launch.launch": [
-            Call(not_started, {"target": "moecomm:none", "job": {}, "ranks": 1, "limit_s": 60.0}),
-        ],
+        "launch.launch": [Call(not_started, {"target": "moecomm:none", "job": {}, "ranks": 1, "limit_s": 60.0})],
         "router.Gating": [Call(router.Gating, {**gate_sizes, **gate})],
-        "router.Gating.__call__": [
-            Call(gating, {"x": rows, "weight": routing.weight, "bias": torch.zeros(E)}),
-        ],
+        "router.Gating.__call__": [Call(gating, {"x": rows, "weight": routing.weight, "bias": torch.zeros(E)})],
         "router.Router": [Call(router.Router, {**gate_sizes, **gate, "bias": torch.zeros(E), **weights_of})],
         "router.Router.__call__": [Call(routing, {"x": rows})],
         "router.router": [Call(router.router, {"model": "mixtral-8x7b", **weights_of})],
-        "router.random_routing": [
-            Call(
-                router.random_routing,
-                {
-                    "tokens": T,
-                    "num_experts": E,
-                    "topk": K,
-                    "ranks": 1,
-                    "skew": 0.0,
-                    "drop": 0.0,
-                    "duplicates": False,
-                    "generator": None,
-                },
-            )
-        ],
-        "ops.dispatch": [
-            Call(
-                ops.dispatch,
-                {
-                    **op,
-                    "layout": "expert",
-                    "expert_alignment": 1,
-                    "max_rows": None,
-                    "zero_padding": True,
-                    "num_sms": None,
-                    "overflow": None,
-                    "layer": 1,
-                    "quantize": "fp8",
-                    "scale_format": "fp32",
-                    "x_global_scale": None,
-                    "dequantize": True,
-                    "grad_wire": None,
-                },
-            )
-        ],
+        "router.random_routing": [Call(router.random_routing, {"tokens": T, "num_experts": E, "topk": K})],
+        "ops.dispatch": [Call(ops.dispatch, {**op, "layer": 1, "quantize": "fp8"})],
         "ops.dispatch_again": [Call(ops.dispatch_again, {"x": x, "handle": sent.handle})],
-        "ops.combine": [
-            Call(
-                ops.combine,
-                {"y": sent.x.clone(), "handle": sent.handle, "weighted": True, "wire": None, "grad_wire": None},
-            )
-        ],
+        "ops.combine": [Call(ops.combine, {"y": sent.x.clone(), "handle": sent.handle})],
         "ops.moe": [
-            Call(ops.moe, {"buffer": made, "x": x, **experts, **how, "bias": bias, "fused": None, "overflow": None}),
+            Call(ops.moe, {"buffer": made, "x": x, **experts, **how, "bias": bias, "overflow": None}),
             Call(ops.moe, {"buffer": made, "x": x, **experts, **dropping, "layer": 1}),
             Call(ops.moe, {"buffer": made, "x": x, **experts, **gates}),
             Call(
@@ -504,23 +432,14 @@ def of_moecomm() -> dict[str, list[Call]]:
                 },
             ),
         ],
-        "ops.slot_weights": [
-            Call(ops.slot_weights, {"buffer": placed, "weights": [torch.ones(E, 2)]}),
-        ],
+        "ops.slot_weights": [Call(ops.slot_weights, {"buffer": placed, "weights": [torch.ones(E, 2)]})],
         "nn.ExpertParallel": [
             Call(
                 nn.ExpertParallel,
                 {
-                    "group": None,
                     **layer_sizes,
                     **gate,
-                    "corrected": False,
-                    "max_rows": None,
-                    "overflow": None,
-                    "payload": None,
-                    "wire": None,
                     "quantize": "fp8",
-                    "grad_wire": None,
                     "buffer": None,
                     "placement": placement,
                     "backend": "host",
@@ -535,49 +454,25 @@ def of_moecomm() -> dict[str, list[Call]]:
             Call(nn.Experts, {"experts": range(2), "hidden": H, "intermediate": I, **gated, "bias": True}),
             Call(
                 nn.Experts,
-                {
-                    "experts": range(2),
-                    "hidden": H,
-                    "intermediate": I,
-                    "num_experts": 2,
-                    "group": "self",
-                    **weights_of,
-                },
+                {"experts": range(2), "hidden": H, "intermediate": I, "num_experts": 2, "group": "self", **weights_of},
             ),
         ],
         "nn.Experts.forward": [
-            Call(four.forward, {"x": rows, "tokens_per_expert": torch.ones(E, dtype=torch.int32), "buffer": placed}),
+            Call(four.forward, {"x": rows, "tokens_per_expert": torch.ones(E, dtype=torch.int32), "buffer": placed})
         ],
-        "nn.Gate": [Call(nn.Gate, {"gating": gating, "corrected": False, **weights_of})],
+        "nn.Gate": [Call(nn.Gate, {"gating": gating, **weights_of})],
         "nn.Gate.forward": [Call(nn.Gate(gating).forward, {"x": rows})],
-        "nn.clip_grad_norm_": [
-            Call(
-                nn.clip_grad_norm_,
-                {"model": layer, "max_norm": 1.0, "norm_type": 2.0, "error_if_nonfinite": False},
-            )
-        ],
+        "nn.clip_grad_norm_": [Call(nn.clip_grad_norm_, {"model": layer, "max_norm": 1.0})],
         "nn.expert_parameters": [Call(nn.expert_parameters, {"model": layer})],
-        "nn.gather_state": [Call(nn.gather_state, {"state": state, "group": None})],
+        "nn.gather_state": [Call(nn.gather_state, {"state": state})],
         "nn.shard_state": [Call(nn.shard_state, {"state": state, "rank": 1, "num_ranks": 2})],
         "nn.shared_buffer": [
             Call(lambda **given: nn.shared_buffer(**{**SIZES, **given}), {"group": None, "backend": "host"})
         ],
-        "fused.Schedule": [
-            Call(
-                fused.Schedule,
-                {"row_unit": 16, "most_rows": 64, "stages": 8, "cluster": 1, "swapped": True, "blocks_per_sm": 1},
-            )
-        ],
-        "fused.choose": [
-            Call(
-                fused.choose,
-                {"expected_rows": 16, "groups": 8, "columns": 256, "depth": 256, "multiprocessors": 132},
-            )
-        ],
-        "fused.choose_fp8": [
-            Call(fused.choose_fp8, {"expected_rows": 16, "groups": 8, "columns": 256, "multiprocessors": 132})
-        ],
         **_loaders(),
+        "fused.Schedule": [Call(fused.Schedule, {"row_unit": 16, "most_rows": 64, "stages": 8, "cluster": 1})],
+        "fused.choose": [Call(fused.choose, {"expected_rows": 16, "groups": 8, "columns": 256, "depth": 256})],
+        "fused.choose_fp8": [Call(fused.choose_fp8, {"expected_rows": 16, "groups": 8, "columns": 256})],
         "fused.interleave": [Call(fused.interleave, {"w13": w13})],
         "fused.deinterleave": [Call(fused.deinterleave, {"w13": w13})],
         "fused.quantize_weights": [Call(fused.quantize_weights, {"w": w2})],
@@ -590,14 +485,9 @@ def of_moecomm() -> dict[str, list[Call]]:
                     "x": gemm_x,
                     "w": gemm_w,
                     "tokens_per_expert": counts,
-                    "alignment": 1,
                     "activation": None,
-                    "interleaved": True,
                     "out": torch.empty(6, 16, dtype=BF16),
-                    "out_dtype": None,
                     "quantize": None,
-                    "expected_rows": None,
-                    "schedule": None,
                 },
             ),
             Call(
@@ -626,6 +516,7 @@ def of_moecomm() -> dict[str, list[Call]]:
             ),
         ],
     }
+    return with_defaults(found)
 
 
 def _loaders() -> dict[str, list[Call]]:
@@ -704,14 +595,11 @@ def of_compat() -> dict[str, list[Call]]:
         "compat.install_as_deep_ep": [Call(compat.install_as_deep_ep, {"replace": True})],
         "compat.install_as_nixl_ep": [Call(compat.install_as_nixl_ep, {"replace": True})],
         "deep_ep.get_physical_domain_size": [Call(deep_ep.get_physical_domain_size, {"group": group})],
-        "deep_ep.get_logical_domain_size": [
-            Call(deep_ep.get_logical_domain_size, {"group": group, "allow_hybrid_mode": True})
-        ],
+        "deep_ep.get_logical_domain_size": [Call(deep_ep.get_logical_domain_size, {"group": group})],
         "deep_ep.Config": [
             Call(
                 deep_ep.Config,
                 {
-                    "num_sms": 20,
                     **{f"num_max_{kind}_chunked_send_tokens": 6 for kind in ("nvl", "rdma")},
                     **{f"num_max_{kind}_chunked_recv_tokens": 256 for kind in ("nvl", "rdma")},
                 },
@@ -723,26 +611,7 @@ def of_compat() -> dict[str, list[Call]]:
         "deep_ep.Config.get_rdma_buffer_size_hint": [
             Call(config.get_rdma_buffer_size_hint, {"hidden_bytes": 256, "num_ranks": 2})
         ],
-        "deep_ep.Buffer": [
-            Call(
-                deep_ep.Buffer,
-                {
-                    "group": group,
-                    "num_nvl_bytes": 0,
-                    "num_rdma_bytes": 0,
-                    "low_latency_mode": False,
-                    "num_qps_per_rank": 24,
-                    "allow_nvlink_for_low_latency_mode": True,
-                    "allow_nvlink_for_normal_mode": True,
-                    "allow_mnnvl": False,
-                    "explicitly_destroy": False,
-                    "enable_shrink": False,
-                    "comm": None,
-                    "use_fabric": False,
-                },
-                _destroy,
-            )
-        ],
+        "deep_ep.Buffer": [Call(deep_ep.Buffer, {"group": group}, _destroy)],
         "deep_ep.Buffer.set_num_sms": [Call(deep_ep.Buffer.set_num_sms, {"new_num_sms": 20})],
         "deep_ep.Buffer.get_low_latency_rdma_size_hint": [
             Call(
@@ -752,12 +621,7 @@ def of_compat() -> dict[str, list[Call]]:
         ],
         "deep_ep.Buffer.get_dispatch_config": [Call(deep_ep.Buffer.get_dispatch_config, {"num_ranks": 2})],
         "deep_ep.Buffer.get_combine_config": [Call(deep_ep.Buffer.get_combine_config, {"num_ranks": 2})],
-        "deep_ep.Buffer.get_local_buffer_tensor": [
-            Call(
-                normal.get_local_buffer_tensor,
-                {"dtype": torch.int8, "size": None, "offset": 0, "use_rdma_buffer": False},
-            )
-        ],
+        "deep_ep.Buffer.get_local_buffer_tensor": [Call(normal.get_local_buffer_tensor, {"dtype": torch.int8})],
         "deep_ep.Buffer.get_dispatch_layout": [
             Call(normal.get_dispatch_layout, {"topk_idx": idx, "num_experts": E, **events})
         ],
@@ -767,13 +631,9 @@ def of_compat() -> dict[str, list[Call]]:
                 {
                     "x": x,
                     "num_tokens_per_rank": torch.tensor([T]),
-                    "num_tokens_per_rdma_rank": None,
                     "num_tokens_per_expert": per_expert,
                     "topk_idx": idx,
                     "topk_weights": weights,
-                    "expert_alignment": 1,
-                    "num_worst_tokens": 0,
-                    "config": None,
                     **events,
                 },
             ),
@@ -788,7 +648,6 @@ def of_compat() -> dict[str, list[Call]]:
                     "handle": handle,
                     "topk_weights": torch.rand(len(recv), K),
                     "bias": (x.clone(), x.clone()),
-                    "config": None,
                     **events,
                 },
             )
@@ -809,16 +668,7 @@ def of_compat() -> dict[str, list[Call]]:
                     "num_experts": E,
                     "cumulative_local_expert_recv_stats": torch.zeros(E, dtype=torch.int32),
                     "dispatch_wait_recv_cost_stats": torch.zeros(1, dtype=torch.int64),
-                    "use_fp8": True,
-                    "round_scale": False,
-                    "use_ue8m0": False,
-                    "async_finish": False,
-                    "return_recv_hook": False,
                     "topk_weights": weights,
-                    "use_nvfp4": False,
-                    "use_ue8m0_for_sf": False,
-                    "x_global_scale": None,
-                    "num_sms": None,
                 },
             )
         ],
@@ -830,10 +680,6 @@ def of_compat() -> dict[str, list[Call]]:
                     "topk_idx": idx,
                     "topk_weights": weights,
                     "handle": low_handle,
-                    "use_logfmt": False,
-                    "zero_copy": False,
-                    "async_finish": False,
-                    "return_recv_hook": False,
                     "out": torch.empty(T, hidden, dtype=BF16),
                     "combine_wait_recv_cost_stats": torch.zeros(1, dtype=torch.int64),
                     **nothing,
@@ -844,63 +690,26 @@ def of_compat() -> dict[str, list[Call]]:
             Call(low.get_next_low_latency_combine_buffer, {"handle": low_handle})
         ],
         "deep_ep.Buffer.low_latency_update_mask_buffer": [
-            Call(low.low_latency_update_mask_buffer, {"rank_to_mask": 0, "mask": False})
+            Call(low.low_latency_update_mask_buffer, {"rank_to_mask": 0})
         ],
         "deep_ep.Buffer.low_latency_query_mask_buffer": [
             Call(low.low_latency_query_mask_buffer, {"mask_status": torch.zeros(1, dtype=torch.int32)})
         ],
-        "deep_ep.EventOverlap": [Call(deep_ep.EventOverlap, {"event": None, "extra_tensors": None})],
-        "deep_ep.EventOverlap.__call__": [Call(event, {"release_handle": False})],
+        "deep_ep.EventOverlap": [Call(deep_ep.EventOverlap)],
+        "deep_ep.EventOverlap.__call__": [Call(event)],
         "deep_ep.EventOverlap.current_stream_wait": [
-            Call(
-                lambda **given: deep_ep.EventOverlap(deep_ep.EventHandle()).current_stream_wait(**given),
-                {"release_handle": False},
-            )
+            Call(lambda **given: deep_ep.EventOverlap(deep_ep.EventHandle()).current_stream_wait(**given))
         ],
         "deep_ep.EventOverlap.register_hook_after_wait": [
-            Call(
-                lambda **given: deep_ep.EventOverlap().register_hook_after_wait(**given),
-                {"hook_after_wait": hook},
-            )
+            Call(lambda **given: deep_ep.EventOverlap().register_hook_after_wait(**given), {"hook_after_wait": hook})
         ],
-        "deep_ep.ElasticBuffer": [
-            Call(
-                deep_ep.ElasticBuffer,
-                {
-                    "group": group,
-                    "num_bytes": None,
-                    "num_cpu_bytes": 0,
-                    **hint,
-                    "deterministic": False,
-                    "prefer_overlap_with_compute": True,
-                    "sl_idx": 3,
-                    "num_allocated_qps": 0,
-                    "num_cpu_timeout_secs": 300,
-                    "num_gpu_timeout_secs": 100,
-                    "explicitly_destroy": False,
-                },
-                _destroy,
-            )
-        ],
+        "deep_ep.ElasticBuffer": [Call(deep_ep.ElasticBuffer, {"group": group, **hint}, _destroy)],
         "deep_ep.ElasticBuffer.get_buffer_size_hint": [
             Call(deep_ep.ElasticBuffer.get_buffer_size_hint, {"group": group, **hint})
         ],
-        "deep_ep.ElasticBuffer.barrier": [
-            Call(elastic.barrier, {"use_comm_stream": True, "with_cpu_sync": False, "sequential": True})
-        ],
+        "deep_ep.ElasticBuffer.barrier": [Call(elastic.barrier)],
         "deep_ep.ElasticBuffer.get_theoretical_num_sms": [
-            Call(
-                elastic.get_theoretical_num_sms,
-                {
-                    "num_experts": E,
-                    "num_topk": K,
-                    "num_scaleout_topk": 0,
-                    "rdma_gbs": 0,
-                    "nvlink_gbs": 0,
-                    "sm_read_gbs": 200,
-                    "sm_write_gbs": 50,
-                },
-            )
+            Call(elastic.get_theoretical_num_sms, {"num_experts": E, "num_topk": K})
         ],
         "deep_ep.ElasticBuffer.get_theoretical_num_qps": [Call(elastic.get_theoretical_num_qps, {"num_sms": 16})],
         "deep_ep.ElasticBuffer.dispatch": [
@@ -914,14 +723,9 @@ def of_compat() -> dict[str, list[Call]]:
                     "num_experts": E,
                     "num_max_tokens_per_rank": 8,
                     "expert_alignment": 1,
-                    "num_sms": 0,
-                    "num_qps": 0,
                     **elastic_events,
-                    "do_handle_copy": True,
-                    "do_cpu_sync": None,
                     "do_expand": True,
                     "do_zero_padding": True,
-                    "use_tma_aligned_col_major_sf": False,
                 },
             ),
             Call(elastic.dispatch, {"x": (x, torch.rand(T, 1)), "handle": elastic_handle, "topk_weights": weights}),
@@ -934,53 +738,17 @@ def of_compat() -> dict[str, list[Call]]:
                     "handle": elastic_handle,
                     "bias": (x.clone(), x.clone()),
                     "topk_weights": torch.rand(len(elastic_x), K),
-                    "num_sms": 0,
-                    "num_qps": 0,
                     **elastic_events,
                 },
             )
         ],
-        "deep_ep.EPBuffer": [
-            Call(
-                deep_ep.EPBuffer,
-                {
-                    "group": group,
-                    "num_bytes": None,
-                    **hint,
-                    "lb_allocation_plan_or_num_bytes": 0,
-                    "deterministic": False,
-                    "prefer_overlap_with_compute": True,
-                    "sl_idx": None,
-                    "num_allocated_qps": 0,
-                    "num_cpu_timeout_secs": 300,
-                    "num_gpu_timeout_secs": 100,
-                    "explicitly_destroy": False,
-                },
-                _destroy,
-            )
-        ],
+        "deep_ep.EPBuffer": [Call(deep_ep.EPBuffer, {"group": group, **hint}, _destroy)],
         "deep_ep.EPBuffer.get_buffer_size_hint": [
             Call(deep_ep.EPBuffer.get_buffer_size_hint, {"group": group, **hint})
         ],
-        "deep_ep.EPBuffer.barrier": [
-            Call(
-                ep.barrier,
-                {"wait_comm_stream": True, "with_cpu_sync": False, "sequential": True, "context_idx": None},
-            )
-        ],
+        "deep_ep.EPBuffer.barrier": [Call(ep.barrier)],
         "deep_ep.EPBuffer.get_theoretical_num_sms": [
-            Call(
-                ep.get_theoretical_num_sms,
-                {
-                    "num_experts": E,
-                    "num_topk": K,
-                    "num_scaleout_topk": 0,
-                    "rdma_gbs": 0,
-                    "nvlink_gbs": 0,
-                    "sm_read_gbs": 0,
-                    "sm_write_gbs": 0,
-                },
-            )
+            Call(ep.get_theoretical_num_sms, {"num_experts": E, "num_topk": K})
         ],
         "deep_ep.EPBuffer.get_theoretical_num_qps": [Call(ep.get_theoretical_num_qps, {"num_sms": 16})],
         "deep_ep.EPBuffer.dispatch": [
@@ -994,15 +762,10 @@ def of_compat() -> dict[str, list[Call]]:
                     "num_experts": E,
                     "num_max_tokens_per_rank": 8,
                     "expert_alignment": 1,
-                    "num_sms": 0,
-                    "num_qps": 0,
                     **ep_events,
                     "async_with_compute_stream": True,
-                    "do_handle_copy": False,
-                    "do_cpu_sync": None,
                     "do_expand": True,
                     "do_zero_padding": True,
-                    "use_tma_aligned_col_major_sf": False,
                     "defer_epilogue": True,
                 },
             ),
@@ -1016,8 +779,6 @@ def of_compat() -> dict[str, list[Call]]:
                     "handle": ep_handle,
                     "bias": (x.clone(), x.clone()),
                     "topk_weights": torch.rand(len(ep_x), K),
-                    "num_sms": 0,
-                    "num_qps": 0,
                     **ep_events,
                     "async_with_compute_stream": True,
                     "defer_epilogue": True,
@@ -1031,8 +792,6 @@ def of_compat() -> dict[str, list[Call]]:
                     "redundant_expert_weights": redundant,
                     "expert_weights": torch.zeros(E, 32, dtype=torch.uint8),
                     "redundancy_mapping": mapping,
-                    "num_sms": 0,
-                    "previous_event": None,
                 },
             )
         ],
@@ -1043,16 +802,11 @@ def of_compat() -> dict[str, list[Call]]:
                     "redundant_expert_grads": redundant_grads,
                     "expert_grads": torch.zeros(E, 8),
                     "redundancy_mapping": mapping,
-                    "num_sms": 0,
-                    "previous_event": None,
                 },
             )
         ],
         "deep_ep.BufferAllocator.allocate": [
-            Call(
-                lambda **given: deep_ep.BufferAllocator().allocate(**given),
-                {"shape": (3, 5), "dtype": torch.float32},
-            )
+            Call(lambda **given: deep_ep.BufferAllocator().allocate(**given), {"shape": (3, 5), "dtype": torch.float32})
         ],
         "deep_ep.BufferAllocator.materialize": [
             Call(lambda **given: deep_ep.BufferAllocator().materialize(**given), {"storage": torch.empty(0).byte()})
@@ -1060,23 +814,7 @@ def of_compat() -> dict[str, list[Call]]:
         "deep_ep.HybridEPBuffer": [
             Call(
                 deep_ep.HybridEPBuffer,
-                {
-                    "group": group,
-                    "hidden_dim": hidden,
-                    "max_num_of_tokens_per_rank": 8,
-                    "num_local_experts": E,
-                    "use_fp8": False,
-                    "num_sms_dispatch_api": None,
-                    "num_sms_combine_api": None,
-                    "num_sms_preprocessing_api": None,
-                    "num_blocks_permute": None,
-                    "num_blocks_unpermute": None,
-                    "use_shared_buffer": True,
-                    "enable_custom_allgather": False,
-                    "use_mnnvl": None,
-                    "num_of_hybrid_ep_ranks_per_nvlink_domain": None,
-                    "load_cached_kernels": False,
-                },
+                {"group": group, "hidden_dim": hidden, "max_num_of_tokens_per_rank": 8, "num_local_experts": E},
             )
         ],
         "deep_ep.HybridEPBuffer.update_template_config": [
@@ -1088,7 +826,6 @@ def of_compat() -> dict[str, list[Call]]:
                     "num_local_experts": E,
                     "pad_multiple": 1,
                     "use_fp8": False,
-                    "fuse_permute_dispatch": False,
                 },
             )
         ],
@@ -1104,10 +841,6 @@ def of_compat() -> dict[str, list[Call]]:
                     "use_fp8": False,
                     "num_permuted_tokens": 16,
                     "pad_multiple": 1,
-                    "non_blocking": False,
-                    "fuse_permute_dispatch": False,
-                    "num_dispatched_tokens": None,
-                    "use_host_meta": None,
                     "scaling_factor": torch.rand(T, 1),
                 },
                 settle,
@@ -1118,15 +851,8 @@ def of_compat() -> dict[str, list[Call]]:
         "deep_ep.HybridEPBuffer.combine_with_unpermute": [
             Call(
                 hybrid.combine_with_unpermute,
-                {
-                    "hidden": hybrid_x.clone(),
-                    "probs": hybrid_probs.clone(),
-                    "handle": hybrid_handle,
-                    "pad_multiple": None,
-                    "fuse_unpermute_combine": False,
-                    "num_dispatched_tokens": None,
-                },
+                {"hidden": hybrid_x.clone(), "probs": hybrid_probs.clone(), "handle": hybrid_handle},
             )
         ],
     }
-    return found
+    return with_defaults(found)
