@@ -238,6 +238,13 @@ def _rank_main(
 
 
 @pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Leaves nothing that torch.compile has compiled to other tests."""
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
 def python(tmp_path: Path) -> Callable[[str], subprocess.CompletedProcess[str]]:
     """Runs code in a fresh interpreter, with the moecomm that is tested: installed, or built in place."""
     packages = str(Path(moecomm.__file__).parent.parent)

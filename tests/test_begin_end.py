@@ -13,17 +13,9 @@ import torch
 import moecomm
 from moecomm.testing import LocalBuffers
 
-SIZES = {"hidden": 32, "num_experts": 12, "topk": 2, "max_tokens": 16, "dtype": torch.float32}
+from .test_buffer import SIZES, call
+
 TENSORS = ("x", "tokens_per_expert", "num_rows", "src", "topk_idx", "topk_weights", "row_weights")
-
-
-def call(rank: int, tokens: int = 10) -> dict[str, torch.Tensor]:
-    g = torch.Generator().manual_seed(rank)
-    return {
-        "x": torch.randn(tokens, 32, generator=g),
-        "topk_idx": torch.rand(tokens, 12, generator=g).argsort(dim=1)[:, :2],
-        "topk_weights": torch.rand(tokens, 2, generator=g),
-    }
 
 
 @pytest.fixture

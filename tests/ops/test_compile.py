@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -20,11 +20,7 @@ from tests.ops.ranks import case
 from ..backends.conftest import all_ranks
 from ..few import few
 
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    yield
-    torch.compiler.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,10 +25,7 @@ from ..few import few
 GLOBAL = {"fp8_tensor": 0.01, "nvfp4": 100.0}
 
 
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    yield
-    torch.compiler.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def travelled(x: torch.Tensor, name: str | None, scale_format: str = "fp32") -> torch.Tensor:

@@ -15,11 +15,7 @@ from moecomm.fused import Fp8
 from ..few import few
 from .cases import FP8, HOST, OPERATORS, PRODUCTS, Case, gathers, on_ranks, random_case, same
 
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    yield
-    torch.compiler.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 @pytest.fixture
