@@ -7,8 +7,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import subprocess
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +21,7 @@ from .machine import Machine
 from .test_casts_on_the_way import HIDDEN, check_rounds, values
 from .test_mutants import LIMIT_S, NOT_COMPILED
 from .test_plain_kernels import ENDS, launcher, on_gpu
-from .units import Units, scheduler
+from .units import Units, edited, scheduler
 
 pytestmark = pytest.mark.long
 
@@ -98,24 +96,11 @@ MUTANTS = [  # `caught_by`: a format
 ]
 
 
-def edited(mutant: Mutant) -> Callable[[Path, Path], None]:
-    """Return what writes sources with the mutant's edit."""
-
-    def write(csrc: Path, into: Path) -> None:
-        plain.write(csrc, into)
-        text = (into / mutant.file).read_text()
-        assert text.count(mutant.old) == 1, mutant
-        (into / mutant.file).write_text(text.replace(mutant.old, mutant.new))
-
-    return write
-
-
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "-"))
 def test_a_mutant_is_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[str] = []
-    monkeypatch.setattr(
-        plain_kernel, "launch_on", launcher(scheduler(), Units(edited(mutant), "cuda.h").library, launched)
-    )
+    unit = Units(edited(plain.write, mutant.file, mutant.old, mutant.new), "cuda.h")
+    monkeypatch.setattr(plain_kernel, "launch_on", launcher(scheduler(), unit.library, launched))
     name, different = mutant.caught_by, 0
     values = torch.cat((torch.arange(0, 1 << 16, 509), ENDS, ENDS + 0x8000))
     for x in (*cases.cast_rows(torch.bfloat16, most=20), *cases.each_bf16(values)):
@@ -207,7 +192,7 @@ ON_THE_WAY = [  # `caught_by`: how rows travel, and a format
 def with_an_edit(mutant: Mutant) -> None:
     """Compare rounds of a mutant's kernels in a process of its own, which may end in any way."""
     machine, (way, name) = Machine(), mutant.caught_by.split()
-    machine.library = Units(edited(mutant), "cuda.h").library
+    machine.library = Units(edited(plain.write, mutant.file, mutant.old, mutant.new), "cuda.h").library
     x = [values(17, HIDDEN, 0), values(23, HIDDEN, 1)]
     try:
         with pytest.MonkeyPatch.context() as patch:

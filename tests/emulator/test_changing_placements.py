@@ -7,7 +7,6 @@ import random
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -28,7 +27,7 @@ from . import plain
 from .machine import LIMIT, Call, Launch, Machine, units
 from .test_kernels import UNEVEN
 from .test_mutants import PLAIN
-from .units import Units
+from .units import Units, edited
 
 RANKS, SLOTS, ROUNDS = 3, 6, 5
 _UNIT = """#include "cuda.h"
@@ -145,14 +144,7 @@ EDITS = {
 
 @pytest.mark.parametrize("edit", EDITS)
 def test_a_mutant_is_caught(edit: str, machine: Machine) -> None:
-    def write(csrc: Path, into: Path) -> None:
-        plain.write(csrc, into)
-        file, (old, new) = into / "device/between_rounds.cuh", EDITS[edit]
-        text = file.read_text()
-        assert text.count(old) == 1
-        file.write_text(text.replace(old, new))
-
-    kernel = Units(write, "cuda.h").library(_UNIT)
+    kernel = Units(edited(plain.write, "device/between_rounds.cuh", *EDITS[edit]), "cuda.h").library(_UNIT)
 
     def some_rounds() -> None:
         for seed in range(4):

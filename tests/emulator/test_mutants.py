@@ -8,7 +8,6 @@ import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -31,7 +30,7 @@ from .machine import Machine, units
 from .test_emulated_nic import FAST
 from .test_kernels import DOMAINS
 from .test_replicate import SHAPES, check_choices
-from .units import Units
+from .units import Units, edited
 
 pytestmark = pytest.mark.long
 # Rows have several pieces, and more tokens than there are places in a ring.
@@ -103,16 +102,10 @@ def rounds(way: str, machine: Machine) -> None:
 
 def library(mutant: Mutant) -> Callable[[str], Any]:
     """Return what loads units, those of the mutant's kernel with its edit."""
-
-    def write(csrc: Path, into: Path) -> None:
-        plain.write(csrc, into)
-        text = (into / mutant.file).read_text()
-        assert text.count(mutant.old) == 1, mutant
-        (into / mutant.file).write_text(text.replace(mutant.old, mutant.new))
-
-    edited, kernel = Units(write, "cuda.h"), mutant.file.partition("/")[0]
+    own = Units(edited(plain.write, mutant.file, mutant.old, mutant.new), "cuda.h")
+    kernel = mutant.file.partition("/")[0]
     included = f'"{mutant.file}"' if mutant.file in ALONE else f'"{kernel}/'
-    return lambda unit: (edited if included in unit else units()).library(unit)
+    return lambda unit: (own if included in unit else units()).library(unit)
 
 
 def with_an_edit(mutant: Mutant) -> None:

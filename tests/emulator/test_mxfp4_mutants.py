@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import lru_cache, partial
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,7 @@ from ..native.mutants import Mutant
 from . import gemm_machine, plain_gemm
 from . import test_mxfp4_gemm as cases
 from .test_mxfp4_gemm import plain_maps as plain_maps
-from .units import Units
+from .units import Units, edited
 
 pytestmark = pytest.mark.long
 
@@ -42,13 +41,7 @@ MUTANTS = [  # `caught_by`: a case of test_mxfp4_gemm.py, or EVERY
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "-"))
 def test_a_mutant_is_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
-    def write(csrc: Path, into: Path) -> None:
-        plain_gemm.write(csrc, into)
-        text = (into / mutant.file).read_text()
-        assert text.count(mutant.old) == 1, mutant
-        (into / mutant.file).write_text(text.replace(mutant.old, mutant.new))
-
-    unit = Units(write, "tensor_cores.h")
+    unit = Units(edited(plain_gemm.write, mutant.file, mutant.old, mutant.new), "tensor_cores.h")
     monkeypatch.setattr(gemm_machine, "units", lambda: unit)
     monkeypatch.setattr(gemm_machine, "compiled", lru_cache(gemm_machine.compiled.__wrapped__))
     case = cases.test_the_kernel_has_the_bits_of_the_kernel_for_bf16

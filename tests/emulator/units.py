@@ -30,6 +30,18 @@ def scheduler() -> ctypes.CDLL:
     return loaded
 
 
+def edited(write: Callable[[Path, Path], None], file: str, old: str, new: str) -> Callable[[Path, Path], None]:
+    """Return what writes sources as `write` does, and then makes an edit, which must match one place."""
+
+    def written(csrc: Path, into: Path) -> None:
+        write(csrc, into)
+        text = (into / file).read_text()
+        assert text.count(old) == 1, (file, old)
+        (into / file).write_text(text.replace(old, new))
+
+    return written
+
+
 class Units:
     """Units of a copy of csrc without PTX, which `write` makes; `head`: what all include first, compiled once.
 
