@@ -184,8 +184,8 @@ def prepare(
 
     Args:
         rounds, request, x, topk_idx, topk_weights, scales, max_rows, handle, sync: see Buffer.dispatch and Request.
-        descriptors: of a request that has them.  The previous kernel in the stream publishes the rows.  It has waited
-            for all kernels before it, and dispatch reads nothing else that it writes.
+        descriptors: row descriptors travel in the place of rows.  The previous kernel in the stream publishes the rows.
+            It has waited for all kernels before it, and dispatch reads nothing else that it writes.
         first_token: x has some tokens of a call, from this one on (chunks.py), and earlier ones go in other rounds.
             None: all.
         copies: experts are copied to empty slots for this round, by this call.  GPUs: enqueues that, between the choice
@@ -194,6 +194,8 @@ def prepare(
     """
     if copies is not None:
         request = request._replace(replicates=True)
+    if descriptors is not None and not request.row_descriptors:
+        request = request._replace(row_descriptors=True)
     rounds.require_usable()
     if sync is not None:
         check_flag("sync", sync)

@@ -61,7 +61,7 @@ class Request(NamedTuple):
     layer: int = 0  # its number, up to signature.LAYERS; 0: it has none
     gradients: Gradients = Gradients.NONE
     begin: bool = False  # the first half of a split dispatch
-    descriptors: bool = False  # row descriptors travel in the place of rows
+    row_descriptors: bool = False  # row descriptors travel in the place of rows
     # This rank asks for a larger Buffer, and has no tokens: the round ends in a Mismatch of the field signature.GROW on
     # every rank, unless all ask.
     grow: bool = False
@@ -70,7 +70,7 @@ class Request(NamedTuple):
 
     def quantized(self) -> int:
         """Return the index in signature.QUANTIZED of the format of rows, also of those that row descriptors name."""
-        if not self.descriptors:
+        if not self.row_descriptors:
             return QUANTIZED.index(self.options.quantize)
         return QUANTIZED.index(self.call.partition(" in ")[2] or None)
 
@@ -91,7 +91,7 @@ class Key(NamedTuple):
     def described(self) -> int:
         """Return the index of the call in signature.DISPATCHES."""
         request = self.request
-        call = "dispatch_begin" if request.begin else "fused moe" if request.descriptors else request.call
+        call = "dispatch_begin" if request.begin else "fused moe" if request.row_descriptors else request.call
         return DISPATCHES.index(f"{call} in chunks" if self.chunk else call)
 
 

@@ -27,7 +27,7 @@ class Plan(outputs.ByName):
     def __init__(self, rounds: Rounds, key: Key, like: Tensors) -> None:
         self._session = session = rounds.session
         self._expected_tokens = rounds.settings.expected_tokens
-        self.layout, self._request, self._is_layer = key.layout, key.request, key.request.descriptors
+        self.layout, self._request, self._is_layer = key.layout, key.request, key.request.row_descriptors
         self.device, self.owner = session.device, session.owner
         self.base = session.context.peers[rounds.rank]
         self.topk, self.local_experts = rounds.topk, len(rounds.local_experts)
@@ -190,11 +190,11 @@ def _args(rounds: Rounds, key: Key, like: Tensors) -> _native.DispatchArgs:
     args.layout, args.alignment = LAYOUTS.index(key.layout), options.expert_alignment
     args.quantize = 0 if raw else signature.QUANTIZED.index(options.quantize)
     args.row_bytes = args.hidden * like.x.element_size()
-    if request.descriptors:
+    if request.row_descriptors:
         args.row_bytes = DESCRIPTOR_BYTES
     elif options.quantize is not None and not raw:
         args.row_bytes = formats.FORMATS[options.quantize].row_bytes(args.hidden)
-    args.descriptors = int(request.descriptors)
+    args.descriptors = int(request.row_descriptors)
     args.scale_format = 0 if as_bytes else SCALE_FORMATS.index(options.scale_format)
     args.check_weights, args.repeat = int(bool(options.check_weights)), int(key.repeat)
     args.part = BEGIN if request.begin else WHOLE

@@ -338,7 +338,7 @@ def _checked(
         options.max_rows,
         rounds.settings.expected_rows(x.shape[0]),
         runs_fused,
-        dispatch.Request(asks, call, request.number, request.gradients, descriptors=runs_fused),
+        dispatch.Request(asks, call, request.number, request.gradients, row_descriptors=runs_fused),
         combine.Request(combine.Options(wire=wire, num_sms=options.num_sms), "moe", request.number),
     )
     if key is not None and all(map(operator.is_, _parts(experts[0]) + _parts(experts[1]), _parts(w13) + _parts(w2))):

@@ -14,13 +14,11 @@ from moecomm.routed import Handle, Routed
 
 
 def prepare_dispatch(buffer: Buffer, x: Any, *tensors: Any, **call: Any) -> Routed:
-    """A dispatch with the arguments of Buffer.dispatch; `begin=True`: the first half of one."""
-    options = _options(dispatch.Options, call)
+    """A dispatch with the arguments of Buffer.dispatch, and fields of dispatch.Request."""
+    request = _request(dispatch.Request, dispatch.Options, call)
     payload = call.pop("scales", None), call.pop("extras", ()), call.pop("x_global_scale", None)
-    x, scales, form, scale = pack(buffer.rounds, options, x, *payload)
+    x, scales, form, scale = pack(buffer.rounds, request.options, x, *payload)
     call.update(scales=scales, payload=form, global_scale=scale)
-    request = _options(dispatch.Request, {**call, "options": options})
-    call = {name: value for name, value in call.items() if name not in dispatch.Request._fields}
     routed = dispatch.prepare(buffer.rounds, request, x, *tensors, **call)
     if form is not None:
         routed.inputs = routed.inputs, x, scales, scale  # which nobody else may keep
@@ -28,15 +26,16 @@ def prepare_dispatch(buffer: Buffer, x: Any, *tensors: Any, **call: Any) -> Rout
 
 
 def prepare_combine(buffer: Buffer, y: Any, handle: Handle, **call: Any) -> combine.Combining:
-    """A combine with the arguments of Buffer.combine."""
-    return combine.prepare(buffer.rounds, combine.Request(_options(combine.Options, call)), y, handle, **call)
+    """A combine with the arguments of Buffer.combine, and fields of combine.Request."""
+    return combine.prepare(buffer.rounds, _request(combine.Request, combine.Options, call), y, handle, **call)
 
 
 def prepare_moe(buffer: Buffer, *tensors: Any, **call: Any) -> Pipeline:
     """A layer with the arguments of Buffer.moe."""
-    return layer.prepare(buffer.rounds, layer_options.Request(_options(layer_options.Options, call)), *tensors, **call)
+    return layer.prepare(buffer.rounds, _request(layer_options.Request, layer_options.Options, call), *tensors, **call)
 
 
-def _options(kind: Any, call: dict[str, Any]) -> Any:
-    """Move the fields of `kind` out of the arguments."""
-    return kind(**{name: call.pop(name) for name in kind._fields if name in call})
+def _request(kind: Any, options: Any, call: dict[str, Any]) -> Any:
+    """Move the fields of a request and of its options out of the arguments."""
+    moved = [{name: call.pop(name) for name in of._fields if name in call} for of in (options, kind)]
+    return kind(options(**moved[0]), **moved[1])
