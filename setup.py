@@ -6,6 +6,8 @@ import importlib.util
 import os
 import re
 import shutil
+import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 from types import ModuleType
@@ -61,7 +63,16 @@ native = Pybind11Extension(
 
 
 class Build(build_ext):
-    """Builds the native module."""
+    """Builds the native module, and beside it the stub for type checkers."""
+
+    def run(self) -> None:
+        """Write the stub in a process of its own: a sanitized module ends any process but those made for it."""
+        super().run()
+        module = Path(self.get_ext_fullpath(native.name))
+        command = [sys.executable, "csrc/bindings/stub.py", module, module.parent / "_native.pyi"]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+        if done.returncode:
+            self.announce(f"moecomm/_native.pyi is not written: {done.stderr}", level=4)
 
     def build_extensions(self) -> None:
         """Name what to install before the first command fails.  Older setuptools compile C++ with the C compiler."""

@@ -56,7 +56,7 @@ def new_environment(place: Path) -> Path:
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the repository as a checkout has it: nothing built, with tests."""
     tree = tmp_path_factory.mktemp("packaging") / "tree"
-    ignored = shutil.ignore_patterns("*.so", "*.fatbin", "built.json", "__pycache__")
+    ignored = shutil.ignore_patterns("*.so", "_native.pyi", "*.fatbin", "built.json", "__pycache__")
     for folder in (".ci", "bench", "csrc", "docs", "examples", "moecomm", "moecomm_bench", "rma_plugin", "tests"):
         shutil.copytree(ROOT / folder, tree / folder, ignore=ignored)
     for name in FILES:
