@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -34,8 +33,6 @@ from moecomm.rounds.rounds import Rounds
 from moecomm.rounds.state import collective, several_rounds
 from moecomm.routed import Routed
 from moecomm.weights.copies import copies_of
-
-_ALIASES = {"one launch": True, "one after the other": False}
 
 
 @collective(rounds=2)
@@ -346,17 +343,11 @@ def _checked(
     return form, x, (w13, w2, *biases), back
 
 
-def fused_or_not(fused: bool | str | None) -> bool | None:
-    """Return the argument `fused` without deprecated names.  Raises BadInput."""
+def fused_or_not(fused: Any) -> bool | None:
+    """Return the argument `fused`.  Raises BadInput."""
     if fused is None or isinstance(fused, bool):
         return fused
-    name = fused if isinstance(fused, str) else ""
-    if name in _ALIASES:
-        warnings.warn(f"fused={name!r} is deprecated: use {_ALIASES[name]}", DeprecationWarning, stacklevel=2)
-        return _ALIASES[name]
-    raise BadInput(
-        "fused", repr(fused), "True ('two launches' was removed)" if name == "two launches" else "None, True or False"
-    )
+    raise BadInput("fused", repr(fused), "None, True or False")
 
 
 def _runs_fused(rounds: Rounds, weights: torch.dtype, asked: bool | None, why_unfused: Callable[[], str]) -> bool:

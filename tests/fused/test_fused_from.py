@@ -1,4 +1,4 @@
-"""Meaning of `fused`: None beside what was measured, and the deprecated names."""
+"""Meaning of `fused`: None beside what was measured, and what else is refused."""
 
 from __future__ import annotations
 
@@ -162,13 +162,8 @@ def test_a_users_table_replaces_the_bounds_that_it_has() -> None:
         assert forms.faster(H100, sixteen) == {BF16: True, FP16: True, FP8: False}
 
 
-def test_names_of_forms_are_deprecated() -> None:
-    for name, value in (("one launch", True), ("one after the other", False)):
-        with pytest.warns(DeprecationWarning, match=f"use {value}"):
-            assert layer.fused_or_not(name) is value
+def test_forms_have_no_names() -> None:
     assert [layer.fused_or_not(given) for given in (None, False, True)] == [None, False, True]
-    with pytest.raises(BadInput, match="was removed"):
-        layer.fused_or_not("two launches")
-    for wrong in ("three launches", 1, ["one launch"]):
+    for wrong in ("one launch", 1, [True]):
         with pytest.raises(BadInput, match="None, True or False"):
-            layer.fused_or_not(cast(Any, wrong))
+            layer.fused_or_not(wrong)
