@@ -119,7 +119,7 @@ class Membership:
         self._rounds = rounds
 
     def shrink(self, group: Any, keep_ids: bool) -> tuple[Rounds, Shrunk]:
-        """See Buffer.shrink.  Returns the rounds of the Buffer from now on."""
+        """Return the rounds of the Buffer after Buffer.shrink, and who is left."""
         check_flag("keep_ids", keep_ids)
         old = self._rounds
         call = "shrink(keep_ids=True)" if keep_ids else "shrink()"
@@ -168,7 +168,7 @@ class Membership:
         return rounds, shrunk
 
     def grow(self, group: Any, placement: Placement | None = None) -> Rounds:
-        """See Buffer.grow.  Returns the rounds of the Buffer from now on."""
+        """Return the rounds of the Buffer after Buffer.grow."""
         old = self._rounds
         timeout_s = old.members.timeout_s
         with CollectiveCall(old, 0), span(old.flight.spans, "grow"):
@@ -194,7 +194,6 @@ class Membership:
         return rounds
 
     def compile_for(self, ranks: int, keep_ids: bool, domain_ranks: int | None) -> int:
-        """See Buffer.compile_for."""
         check_flag("keep_ids", keep_ids)
         check_integer("ranks", ranks, 1, MAX_HOST_RANKS)
         if domain_ranks is not None:
@@ -213,7 +212,6 @@ class Membership:
         return found
 
     def joining(self, group: Any) -> list[int]:
-        """See Buffer.joining."""
         self._rounds.require_open()
         opened = Opening(rendezvous(group))
         try:

@@ -67,7 +67,7 @@ def register(registry: Any = None) -> Any:
 
 
 class _Collector:
-    """See prometheus_client.registry.Collector."""
+    """A Collector of prometheus_client."""
 
     def describe(self) -> Iterator[Any]:
         """Yield the metrics without values."""

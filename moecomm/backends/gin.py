@@ -88,7 +88,7 @@ def _version(shim: shims.Shim) -> tuple[int, ...]:
 
 
 class GinWindow:
-    """See moecomm.backends.windows.Window."""
+    """A Window of NCCL, with its device communicator."""
 
     def __init__(
         self,
@@ -164,21 +164,18 @@ class GinReach(Reach):
                 self.least_chunks = _PROXY_CHUNKS
 
     def watch(self, abort_word: int) -> None:
-        """See Reach."""
         if self._watched is not None:
             rma_plugin.watch(self._watched, abort_word)
 
     def ignore(self, rank: int, ignored: bool) -> None:
-        """See Reach."""
         if self._watched is not None:
             rma_plugin.ignore(self._watched, rank, ignored)
 
     def losses(self) -> dict[int, str]:
-        """See Reach."""
         return {} if self._watched is None else rma_plugin.losses(self._watched)
 
     def open_window(self, layout: Layout) -> windows.Window:
-        """See Reach.  There is a signal a word of `layout.signals`, and one more, which rounds do not use."""
+        """Open it with a signal for each word of `layout.signals`, and one more, which rounds do not use."""
         if self.ranks.ranks == 1:  # nobody to reach
             return local.open_window(self.ranks, layout.bytes, self.device, resident=layout.staging)
         ranks, communicator = self.ranks, self._communicator

@@ -35,11 +35,10 @@ class GpuCounters:
         self._closed = False
 
     def tensor(self) -> torch.Tensor:
-        """See Session.counters."""
         return cuda_driver.int64_at(self._address, self._nbytes // 8, self._peers.device)
 
     def read(self) -> bytes | None:
-        """See Session.read_counters.  The caller looks whether this thread captures, because that must see no copy."""
+        """Read the counters.  The caller looks whether this thread captures, because a capture must see no copy."""
         with self._reading:
             if self._closed:
                 return None

@@ -47,17 +47,14 @@ class GpuMasks:
         return int.from_bytes(self._read(self._context.window.state), "little")
 
     def begun(self) -> list[str]:
-        """See Maskable."""
         last_round, layout, ranks = self.last_round(), self._context.window, self._context.shape.ranks
         at = map(partial(_native.leave_offset, layout, ranks, last_round), range(ranks))
         return failures.begun_ops([self._read(offset, 8) for offset in at], last_round)
 
     def excluded(self) -> bool:
-        """See Maskable."""
         return self._read(self._context.window.abort) == _native.excluded_word(self._context.rank)
 
     def exclude(self, rank: int) -> None:
-        """See Maskable."""
         if peer := self._own_window().peers[rank]:  # 0: another domain, where its neighbors write the word
             self._write(peer + self._context.window.abort, _native.excluded_word(rank))
 
@@ -72,7 +69,6 @@ class GpuMasks:
                 self._write(peer + context.window.abort, word)
 
     def resume(self, last_round: int, masked: Collection[int], agreement: int) -> set[int]:
-        """See Maskable."""
         own, layout, peers = self._own_window().address, self._context.window, self._peers
         for rank in range(self._context.shape.ranks):
             peers.ignore(rank, rank in masked)

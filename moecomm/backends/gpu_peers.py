@@ -35,7 +35,7 @@ class Extent(NamedTuple):
 
 
 class GpuPeers:
-    """See moecomm.ranks.peers.Peers.  The constructor connects the ranks, and open() makes the memory; both collective.
+    """The Peers of ranks on GPUs.  The constructor connects the ranks, and open() makes the memory; both collective.
 
     Args:
         ranks: of the group.
@@ -102,11 +102,10 @@ class GpuPeers:
         return sum(place.gpu == self.places[self.rank].gpu for place in self.places)
 
     def owner(self, rank: int) -> object:
-        """See Peers.  Memory of peers is mapped as long as one of these objects, or this one, is there."""
+        """Return what keeps the memory of a rank.  Memory of peers is mapped while it or this object is there."""
         return self._owner if rank == self.rank else self._mapping
 
     def abort(self, cause: int, culprit: int) -> None:
-        """See Peers."""
         _native.set_abort(self.abort_host, cause, culprit)
 
     def peek(self, offset: int, address: int, nbytes: int, within_s: float) -> bytes | None:
@@ -118,7 +117,7 @@ class GpuPeers:
             return self.copies.peek(self.control, offset, address, nbytes, within_s)
 
     def dead_peers(self) -> dict[int, str]:
-        """See Peers; with this rank's number, why its own rounds can't run."""
+        """Return why peers are lost, and with this rank's number, why its own rounds can't run."""
         return self.reach.losses() | ({} if self.presence is None else self.presence.dead_peers())
 
     def ignore(self, rank: int, ignored: bool) -> None:
@@ -128,7 +127,7 @@ class GpuPeers:
             self.presence.ignore(rank, ignored)
 
     def close(self) -> None:
-        """See Peers.  No kernel of ours may be running."""
+        """Give the memory back.  No kernel of ours may be running."""
         try:
             if self.presence is not None:
                 self.presence.leave(self.reach.linger_s)

@@ -123,7 +123,7 @@ class HostSession:
         return self._runner
 
     def compile_for(self, shape: _native.Shape) -> int:
-        """See Session.  Here is nothing to compile."""
+        """Return 0: there is nothing to compile."""
         return 0
 
     def combine_checked(self, args: _native.CombineArgs, checks: _native.RowChecks) -> None:
@@ -131,7 +131,6 @@ class HostSession:
         self._runner.combine_checked(args, checks)
 
     def row_tables(self, ranks: Rendezvous, timeout_s: float) -> RowTables:
-        """See Session."""
         return RowTables(self, ranks, timeout_s)
 
     def count_rejected(self) -> None:
@@ -139,12 +138,10 @@ class HostSession:
             _native.count_rejected(self.context)
 
     def counters(self) -> torch.Tensor:
-        """See Session."""
         words = (ctypes.c_int64 * (self._counter_bytes // 8)).from_address(self._counters)
         return torch.frombuffer(words, dtype=torch.int64)
 
     def place(self, words: Sequence[int]) -> None:
-        """See Session."""
         table = array("I", words)
         ctypes.memmove(self._placement, table.buffer_info()[0], table.itemsize * len(table))
 
@@ -152,7 +149,6 @@ class HostSession:
         """Do nothing: a dispatch chooses by itself."""
 
     def read_counters(self) -> bytes | None:
-        """See Session."""
         window = self._window  # keeps the memory mapped, whatever another thread does
         return None if window is None else ctypes.string_at(self._counters, self._counter_bytes)
 
@@ -186,7 +182,6 @@ class HostSession:
         self._peers.abort(cause, culprit)
 
     def abort_all(self) -> None:
-        """See Session."""
         if self._window is not None:
             _native.abort_all(self.context)
 
@@ -234,7 +229,7 @@ class HostSession:
         return dead
 
     def extend(self, nbytes: int) -> tuple[int, int] | None:
-        """See Session.  Peers have mapped all addresses."""
+        """Take more of the window, of which peers have mapped all addresses."""
         size = -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
         if self._window is None or self._taken + size > self._window.nbytes:
             return None
@@ -302,7 +297,6 @@ class RowTables:
         self.checks = _native.RowChecks(shape, ranks.rank, [table.address for table in self._mapped])
 
     def combine(self, args: _native.CombineArgs) -> None:
-        """See moecomm.base.sampling.RowTables."""
         self._session.combine_checked(args, self.checks)
 
 

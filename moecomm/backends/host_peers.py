@@ -16,7 +16,7 @@ _ABORT = 64  # offset of the abort word in the control memory, behind the Failur
 
 
 class HostPeers:
-    """See moecomm.ranks.peers.Peers.  Opening is collective.
+    """The Peers of CPU ranks.  Opening is collective.
 
     Attributes:
         more: bytes of addresses behind the memory: those asked for, or 0 where some rank can't have as many.  They
@@ -53,11 +53,9 @@ class HostPeers:
         self.nbytes, self.more = nbytes, more
 
     def owner(self, rank: int) -> object:
-        """See Peers."""
         return self._mapped[rank]
 
     def abort(self, cause: int, culprit: int) -> None:
-        """See Peers."""
         _native.set_abort(self.abort_host, cause, culprit)
 
     def ignore(self, rank: int, ignored: bool) -> None:
@@ -66,11 +64,11 @@ class HostPeers:
             self._presence.ignore(rank, ignored)
 
     def dead_peers(self) -> dict[int, str]:
-        """See Peers.  Threads end with this process."""
+        """Return why processes of peers are lost.  Threads end with this process."""
         return {} if self._presence is None else self._presence.dead_peers()
 
     def close(self) -> None:
-        """See Peers.  Memory is unmapped with the last object that refers to its owner."""
+        """Leave.  Memory is unmapped with the last object that refers to its owner."""
         if self._presence is not None:
             self._presence.leave()
         self._mapped, self.window = [], None

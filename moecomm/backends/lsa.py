@@ -263,7 +263,7 @@ class LsaSession:
         self._peers.abort(cause, culprit)
 
     def abort_all(self) -> None:
-        """See Session.  In a capture nobody waits: a call in it makes no round."""
+        """End the waits of all ranks.  For a call in a capture nobody waits: it makes no round."""
         if self._window is not None and not self.capturing():
             self.abort(failures.Failure.aborted, self.context.rank)
             self._masks.abort_others()
@@ -296,7 +296,7 @@ class LsaSession:
         self.with_device(between_rounds.set_placement, words, self._window.address + self.context.window.placement)
 
     def read_counters(self) -> bytes | None:
-        """See Session.  A capture of this thread must not see the copy."""
+        """Read the counters, but in no capture of this thread, which must not see the copy."""
         return None if self._window is None or self.capturing() else self._counters.read()
 
     def relax_captures(self) -> None:
@@ -315,7 +315,6 @@ class LsaSession:
         return self._extensions is not None and self._extensions.pending
 
     def extend(self, nbytes: int) -> tuple[int, int] | None:
-        """See Session."""
         if self._extensions is None or self._window is None:
             return None
         with torch.cuda.device(self.device), cuda_driver.relaxed_captures():
@@ -324,7 +323,6 @@ class LsaSession:
         return found
 
     def admit(self) -> int:
-        """See Session."""
         assert self._extensions is not None, "there is an offer"
         with torch.cuda.device(self.device), cuda_driver.relaxed_captures():
             return self._extensions.admit()
@@ -413,7 +411,7 @@ class LsaSession:
         return self.exclusive_gpu, cluster(blocks, self._sms) if self.exclusive_gpu else 1
 
     def round_begun(self) -> int | None:
-        """See Session.  A capture must not see the copy."""
+        """Return the round that has begun last; None in a capture, which must not see the copy."""
         if self._window is None or self.capturing():
             return None
         word = self._peers.peek(_ROUND, self._window.address + self.context.window.state, 4, _PEEK_S)

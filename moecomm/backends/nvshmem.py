@@ -21,7 +21,7 @@ def missing() -> str:
 
 
 class NvshmemWindow:
-    """See moecomm.backends.windows.Window."""
+    """A Window in the symmetric heap of NVSHMEM."""
 
     def __init__(self, kind: str, block: nvshmem_runtime.Block, peers: list[int]) -> None:
         self.kind, self.peers = kind, peers
@@ -63,7 +63,6 @@ class NvshmemReach(Reach):
             self.transport = self.shim
 
     def open_window(self, layout: Layout) -> windows.Window:
-        """See Reach."""
         ranks = self.ranks
         if ranks.ranks == 1:  # nobody to reach
             return local.open_window(ranks, layout.bytes, self.device, resident=layout.staging)

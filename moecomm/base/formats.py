@@ -294,7 +294,7 @@ def _canonical(values: torch.Tensor) -> torch.Tensor:
 
 
 def _fp8(x: torch.Tensor, amax: torch.Tensor, fmt: Format, scale_format: str, _: Any) -> tuple[torch.Tensor, ...]:
-    """See quantize() of moecomm/dispatch/reference.py, which has the same bits."""
+    """Scale for e4m3, with the bits of quantize() in moecomm/dispatch/reference.py."""
     amax = amax.clamp(min=1e-4)
     scales = amax / _full(amax, fmt.largest)
     if scale_format == "fp32":

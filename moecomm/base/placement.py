@@ -261,7 +261,7 @@ def slots_of(
     masked: Collection[int] = (),
     counts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See Placement.slots_of, and candidates() for `masked`, whose counts are 0."""
+    """Return the slot of each expert id for Placement.slots_of.  `masked`: see candidates(); their counts are 0."""
     lists, ids = candidates(placement, rank, domain_ranks, masked), topk_idx.long()
     known = ids.clamp(0, placement.num_experts - 1)
     if counts is not None:

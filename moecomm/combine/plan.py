@@ -78,7 +78,7 @@ class Plan:
     def kind_of(
         handle: Handle, y: torch.Tensor, out: Any, bias: Any, weight_grads: Any, topk_weights: Any
     ) -> tuple[bool, bool, bool, bool]:
-        """Return whether y lies in this rank's window, and which tensors are given.  See core.plans.Plan."""
+        """Return whether y lies in this rank's window, and which tensors are given."""
         try:
             in_window = handle.rounds.session.context.in_heap(y.data_ptr())
         except RuntimeError:  # a sparse tensor, say, which has no memory: the checks will name it
@@ -86,7 +86,6 @@ class Plan:
         return in_window, bias is None, weight_grads is None, topk_weights is None
 
     def schedule(self, num_tokens: int) -> None:
-        """See core.plans.Plan."""
         key, expected = self._key, self._expected_tokens(num_tokens)
         few = self._row_bytes > 0 and not self._unsummed
         few = few and packets.fit_return_packets(self._row_bytes, expected, self._topk, self._room, scaled=self._casts)

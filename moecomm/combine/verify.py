@@ -63,14 +63,12 @@ class HostCheck:
         self._verdict = Verdict(rounds, "combine")
 
     def launch(self) -> None:
-        """See Check."""
         self._tables.checks.take()  # of a combine that has failed before it could tell
         record = self._combining.plan.record(self._combining.args)
         self._tables.combine(self._combining.args)
         self._rounds.flight.end(record)
 
     def stages(self) -> tuple[Callable[[], None], ...]:
-        """See Check."""
         return self._tell, self._verdict.run
 
     def _tell(self) -> None:
@@ -108,13 +106,11 @@ class DeviceCheck:
         self._verdict = Verdict(rounds, "combine")
 
     def launch(self) -> None:
-        """See Check."""
         record = self._combining.plan.record(self._combining.args)
         self._launch(self._combining.args)
         self._rounds.flight.end(record)
 
     def stages(self) -> tuple[Callable[[], None], ...]:
-        """See Check."""
         return self._send, self._compare, self._verdict.run
 
     def _send(self) -> None:

@@ -68,7 +68,6 @@ class Whole(ByName):
         self._rows, self._tensors = rows, tensors
 
     def rows_shape(self, args: _native.DispatchArgs) -> tuple[int, ...]:
-        """See DispatchPlan, here and below."""
         return self._rows
 
     def run(self, args: _native.DispatchArgs) -> None:

@@ -115,7 +115,6 @@ class ByName:
     """Groups of tensors of a DispatchPlan, from its tensor()."""
 
     def tensor(self, name: str, routed: Any) -> Any:
-        """See DispatchPlan, here and below."""
         raise NotImplementedError
 
     def rows_tensor(self, routed: Any) -> Any:

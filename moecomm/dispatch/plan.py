@@ -54,11 +54,9 @@ class Plan(outputs.ByName):
 
     @staticmethod
     def kind_of(rounds: Rounds, x: Any, *others: Any) -> object:
-        """See core.plans.Plan."""
         return getattr(x, "dtype", None)
 
     def schedule(self, num_tokens: int) -> None:
-        """See core.plans.Plan."""
         expected = self._expected_tokens(num_tokens)
         schedule = self._session.schedule(
             "dispatch", num_tokens=expected, layout=self.layout, num_sms=self._request.options.num_sms
@@ -140,7 +138,6 @@ class Plan(outputs.ByName):
             payload.shrink(max(1, args.out_x - payload.offset + rows * args.row_bytes))
 
     def tensor(self, name: str, routed: Routed[Any, Any, Any, Any]) -> torch.Tensor | None:
-        """See routed.DispatchPlan, here and below."""
         return outputs.MAKE[name](routed)
 
     def rows_tensor(self, routed: Routed) -> torch.Tensor:

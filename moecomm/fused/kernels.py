@@ -45,7 +45,6 @@ class SharedKernel(PlainKernel):
 
     @property
     def blocks_per_sm(self) -> int:
-        """See PlainKernel."""
         return self.resident
 
 

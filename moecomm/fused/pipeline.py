@@ -40,7 +40,6 @@ class DispatchCall(NamedTuple):
     others: dict[str, Any]
 
     def prepare(self, rounds: Rounds) -> Routed:
-        """See moecomm.dispatch.prepare."""
         return dispatch.prepare(rounds, self.request, *self.tensors, **self.others)
 
 

@@ -65,7 +65,6 @@ class Collectives:
         self.num_ranks, self.used = window.num_ranks, False
 
     def all_gather(self, parts: Sequence[Part]) -> Callable[..., list[torch.Tensor]]:
-        """See Exchange."""
         gather = _collective("all_gather_single", "all_gather_into_tensor")
 
         def run(*given: torch.Tensor) -> list[torch.Tensor]:
@@ -77,17 +76,14 @@ class Collectives:
         return run
 
     def all_to_all(self, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-        """See Exchange."""
         send = _collective("all_to_all_single")
         return lambda given: self._run(send, torch.empty_like(given), given)
 
     def reduce_scatter(self, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-        """See Exchange."""
         scatter = _collective("reduce_scatter_single", "reduce_scatter_tensor")
         return lambda given: self._run(scatter, given.new_empty(shape[1:]), given)
 
     def all_reduce(self, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-        """See Exchange."""
         reduce = _collective("all_reduce")
         return lambda given: self._run(reduce, given)
 
@@ -146,19 +142,15 @@ class Copies:
         self._rank, self.num_ranks = window.rank, window.num_ranks
 
     def all_gather(self, parts: Sequence[Part]) -> Callable[..., list[torch.Tensor]]:
-        """See Exchange."""
         return self._exchange(parts, [((self.num_ranks, *shape), dtype) for shape, dtype in parts])
 
     def all_to_all(self, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-        """See Exchange."""
         return self._exchange([(shape, dtype)], [(shape, dtype)], _whole)
 
     def reduce_scatter(self, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-        """See Exchange."""
         return self._exchange([(shape, dtype)], [(shape, dtype)], sum_in_order)
 
     def all_reduce(self, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-        """See Exchange."""
         count = math.prod(shape)
         if count * dtype.itemsize <= _ONE_SHOT_BYTES:
             collect = self.all_gather([(shape, dtype)])

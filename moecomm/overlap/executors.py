@@ -41,9 +41,7 @@ class FusedOperators(Protocol):
 
     staging: range  # bytes of the Window that hold nothing between calls of all ranks
 
-    def plan(self, call: Sizes, gather: bool = False) -> Callable[..., Any]:
-        """See Operators."""
-        ...
+    def plan(self, call: Sizes, gather: bool = False) -> Callable[..., Any]: ...
 
     def can_sum(self, nbytes: int) -> bool:
         """Return whether all_reduce() takes a tensor of so many bytes."""
@@ -79,7 +77,7 @@ class HostExecutors:
         self._host = HostExecutor(window, numbers)
 
     def choose(self, sizes: Sizes, fused: bool | None, gather: bool, given: tuple[Any, ...]) -> tuple[Run, bool]:
-        """See Executors.  Every call is compared."""
+        """Return the only form.  Ranks compare every call."""
         return self._host.plan(sizes, gather), True
 
 
@@ -113,7 +111,6 @@ class GpuExecutors:
 
     @property
     def choices(self) -> tuple[Choice, ...]:
-        """See Executors."""
         return self._choices.made
 
     def choose(self, sizes: Sizes, fused: bool | None, gather: bool, given: tuple[Any, ...]) -> tuple[Run, bool]:

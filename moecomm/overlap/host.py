@@ -35,7 +35,6 @@ class HostExecutor(Operators):
         self._rank, self.num_ranks = window.rank, window.num_ranks
 
     def plan(self, call: Sizes, gather: bool = False) -> Callable[..., Any]:
-        """See Operators."""
         if call.operator == "all_gather_matmul":
             return self._all_gather_matmul(call, gather)
         if call.operator == "matmul_all_reduce":

@@ -29,7 +29,6 @@ class UnfusedExecutor(Operators):
         self.num_ranks = exchange.num_ranks
 
     def plan(self, call: Sizes, gather: bool = False) -> Callable[..., Any]:
-        """See Operators."""
         if call.operator == "all_gather_matmul":
             return self._all_gather_matmul(call, gather)
         return getattr(self, f"_{call.operator}")(call)  # type: ignore[no-any-return]

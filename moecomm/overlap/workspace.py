@@ -143,7 +143,6 @@ class Workspace(Bound):
         return _native.Call(self, 1, of, outer)
 
     def _begin_call(self, rounds: int, nested: bool, of: int) -> None:
-        """See _native.Call."""
         if self._executors is None or self.window.closed or self._ended is not None:
             if self._ended is None or self.closed:
                 raise Closed("Workspace")
@@ -151,22 +150,18 @@ class Workspace(Bound):
         self.turn.of = of
 
     def _refuse(self) -> NoReturn:
-        """See _native.Call."""
         raise ConcurrentCall("Workspace")
 
     def _count_refused(self) -> None:
-        """See _native.Call."""
         while self.turn.uncounted > 0:
             self.turn.failed += 1
             self.turn.counted()
 
     def _interrupted(self, error: BaseException | None, of: int) -> None:
-        """See _native.Call."""
         if self.window.num_ranks > 1 and (error is None or is_interrupt(error)):
             self.window.abort()
 
     def _call_failed(self, error: BaseException, missed: bool, of: int) -> None:
-        """See _native.Call."""
         if missed:
             self.turn.failed += 1
         if isinstance(error, Mismatch) and not isinstance(error, OutOfStep):

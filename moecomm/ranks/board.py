@@ -80,7 +80,6 @@ class Part:
 
     @property
     def limit_s(self) -> float:
-        """See Board."""
         return self._board.limit_s
 
     @limit_s.setter
@@ -112,7 +111,6 @@ class Part:
         self._board.wait(limit_s)
 
     def close(self) -> None:
-        """See Board."""
         self._board.close()
 
 
@@ -185,7 +183,7 @@ class LocalBoard:
                 shared.changed.wait(limit_s)
 
     def close(self) -> None:
-        """See Board."""
+        """Keep all: threads share it."""
 
 
 class StoreBoard:

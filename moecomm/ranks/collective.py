@@ -137,7 +137,6 @@ class _ThreadWindow:
         self._window: _native.HostWindow | None = window
 
     def close(self) -> None:
-        """See MappedWindow."""
         self.address, self._window = 0, None
 
 

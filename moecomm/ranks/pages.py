@@ -76,31 +76,27 @@ class Pages:
         return data.decode(errors="replace")
 
     def write(self, key: str, value: bytes, instead_of: str = "") -> None:
-        """See Board."""
         self._mine[key] = value
         self._mine.pop(instead_of, None)
         self._publish()
 
     def read(self, keys: Sequence[str]) -> list[bytes] | None:
-        """See Board.  A key that ends in "/outcome" or "/members" is that of a decision."""
+        """Read values; a key that ends in "/outcome" or "/members" is that of a decision."""
         found = [self._decided(key) if _is_decision(key) else self._first(key) for key in keys]
         self._nap_s = min(2 * self._nap_s, _LONGEST_NAP_S) if None in found else _SHORTEST_NAP_S
         return None if None in found else found  # type: ignore[return-value]
 
     def read_or(self, keys: Sequence[str], other: str) -> tuple[list[bytes] | None, bytes | None]:
-        """See Board, and read()."""
         if (found := self.read(keys)) is not None:
             return found, None
         return None, self._decided(other) if _is_decision(other) else self._first(other)
 
     def look(self, keys: Sequence[str]) -> list[bytes | None]:
-        """See Board, and read()."""
         found = [self._decided(key) if _is_decision(key) else self._first(key) for key in keys]
         self._nap_s = min(2 * self._nap_s, _LONGEST_NAP_S) if None in found[1:] else _SHORTEST_NAP_S
         return found
 
     def decide(self, key: str, value: bytes) -> bytes:
-        """See Board."""
         number = _number(key)
         self.write(f"?{number}", value)
         while True:
@@ -123,13 +119,13 @@ class Pages:
         self.erase([f"{kind}{number}" for number in kept[:-_KEPT] for kind in "?="])
 
     def count(self, key: str) -> int:
-        """See Board.  Only this rank counts this key."""
+        """Count a key that only this rank counts."""
         before = int(self._mine.get(key, b"0"))
         self.write(key, b"%d" % (before + 1))
         return before
 
     def erase(self, keys: Sequence[str]) -> None:
-        """See Board.  Removes this rank's values; the last decisions stay."""
+        """Remove this rank's values; the last decisions stay."""
         if there := self._mine.keys() & set(keys):
             for key in there:
                 del self._mine[key]
@@ -140,7 +136,7 @@ class Pages:
         time.sleep(max(0.0, min(limit_s, self._nap_s)))
 
     def close(self) -> None:
-        """See Board.  The owner of the memory closes it."""
+        """Keep the memory: its owner closes it."""
 
     def _decided(self, key: str) -> bytes | None:
         number = _number(key)

@@ -97,7 +97,6 @@ class Spans:
             self._sink.drain()
 
     def finish(self) -> None:
-        """See Sink."""
         self._sink.finish()
 
 

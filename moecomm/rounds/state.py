@@ -65,7 +65,6 @@ class RoundState:
         self._raised: Callable[[], MoecommError | None] = lambda: None  # the last error that a round left behind
 
     def _begin_call(self, rounds: int, nested: bool, note: object) -> None:
-        """See _native.Call."""
         if rounds and not nested:
             if self._failure is None:
                 self.unfinished.clear()
@@ -84,7 +83,7 @@ class RoundState:
             self.session.abort_all()
 
     def _call_failed(self, error: BaseException, missed: bool, note: str | None) -> None:
-        """See _native.Call.  `note`: the name of the call."""
+        """Count a call that missed its round, for _native.Call.  `note`: the name of the call."""
         if missed:
             self.count_rejected(error, note or "")
 
@@ -128,13 +127,11 @@ class RoundState:
         bound.run(self._close)
 
     def _refuse(self) -> NoReturn:
-        """See _native.Call."""
         if self._forked:
             raise Closed(self._what)
         raise ConcurrentCall
 
     def _count_refused(self) -> None:
-        """See _native.Call."""
         while self.turn.uncounted > 0:
             if self._open and self._failure is None:
                 self.flight.reject("", None)

@@ -80,7 +80,6 @@ class Extensions:
         return self._offered is not None
 
     def extend(self, nbytes: int) -> tuple[int, int] | None:
-        """See Session.extend."""
         if self._offered is None and not self._refused:
             self._offer(nbytes)
         if self._offered is None or not self._is_mapped(sum(self._offered)):

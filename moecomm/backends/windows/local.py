@@ -17,7 +17,7 @@ _mappings: weakref.WeakValueDictionary[int, Mapping] = weakref.WeakValueDictiona
 
 
 class LocalWindow:
-    """See moecomm.backends.windows.ReleasableWindow and ExtensibleWindow.
+    """A Window of ranks of one process, which can be released and extended.
 
     Every rank refers to the memory of all: the last one to close frees it.
     """
@@ -38,11 +38,9 @@ class LocalWindow:
         return self._own.nbytes
 
     def release(self) -> None:
-        """See ReleasableWindow."""
         self._own.unmap_rest()
 
     def restore(self, ranks: Rendezvous) -> tuple[int, int]:
-        """See ReleasableWindow."""
         with ExitStack() as undo:
             with all_or_none(ranks):
                 with ExitStack() as temporary:
@@ -52,7 +50,7 @@ class LocalWindow:
         return self._own.rest, self._own.end - self._own.rest
 
     def extend(self, nbytes: int) -> tuple[int, int, int | None]:
-        """See ExtensibleWindow.  No peer has to map it."""
+        """Map more memory, which no peer has to map."""
         size, begin = mappable(nbytes, self._device, "NONE"), self._own.end - self.address
         if begin + size > self._limit:
             raise NoRoom("the window has no more addresses")
@@ -61,10 +59,9 @@ class LocalWindow:
         return begin, size, None
 
     def extend_peer(self, rank: int, begin: int, nbytes: int, descriptor: int) -> None:
-        """See ExtensibleWindow.  There is nothing to map."""
+        """Do nothing: every rank refers to the same memory."""
 
     def extent(self, rank: int) -> int:
-        """See ExtensibleWindow."""
         return self._mappings[rank].end - self._mappings[rank].address
 
     def close(self) -> None:

@@ -69,7 +69,7 @@ def _free(buffer: Any, device: int) -> None:
 
 
 class NcclWindow:
-    """See moecomm.backends.windows.Window."""
+    """A Window of NCCL."""
 
     kind = "nccl"
 

@@ -158,7 +158,7 @@ def _handle_type(name: str) -> Any:
 
 
 class VmmWindow:
-    """See moecomm.backends.windows.ReleasableWindow and ExtensibleWindow."""
+    """A Window of the driver's virtual memory, which can be released and extended."""
 
     def __init__(self, sharing: Sharing, mappings: list[Mapping], nbytes: int, more: int) -> None:
         self.kind = "fabric" if sharing.fabric else "vmm"
@@ -174,12 +174,11 @@ class VmmWindow:
         return self._own.nbytes
 
     def release(self) -> None:
-        """See ReleasableWindow.  Memory is free when the last rank has unmapped it."""
+        """Unmap the memory, which is free when the last rank has done so."""
         for mapping in self._mappings:
             mapping.unmap_rest()
 
     def restore(self, ranks: Rendezvous) -> tuple[int, int]:
-        """See ReleasableWindow."""
         own = self._own.end - self._own.rest
         sizes = [int.from_bytes(data, "little") for data in ranks.all_gather(own.to_bytes(8, "little"))]
         with ExitStack() as temporary, ExitStack() as undo:
@@ -193,7 +192,6 @@ class VmmWindow:
         return self._own.rest, own
 
     def extend(self, nbytes: int) -> tuple[int, int, int | None]:
-        """See ExtensibleWindow."""
         with ExitStack() as temporary:
             size = mappable(nbytes, self._sharing.device, self._sharing.handle_type)
             begin = self.extent(self._sharing.rank)
@@ -204,7 +202,6 @@ class VmmWindow:
             return begin, size, os.dup(exported)
 
     def extend_peer(self, rank: int, begin: int, nbytes: int, descriptor: int) -> None:
-        """See ExtensibleWindow."""
         mapping = self._mappings[rank]
         if begin != self.extent(rank):  # it came back with a restore(), or the one before it is missing
             return
@@ -212,7 +209,6 @@ class VmmWindow:
             mapping.extend(nbytes, self._sharing.imported(descriptor, temporary))
 
     def extent(self, rank: int) -> int:
-        """See ExtensibleWindow."""
         return self._mappings[rank].end - self._mappings[rank].address
 
     def close(self) -> None:

@@ -27,11 +27,9 @@ class Recorder:
         tracing.watch(rounds, before)
 
     def record(self) -> dict[str, Any]:
-        """See Buffer.flight_record."""
         return flight_record(self._rounds)
 
     def dump(self, path: str | os.PathLike[str]) -> None:
-        """See Buffer.dump_flight_record."""
         if not isinstance(path, (str, os.PathLike)) or isinstance(os.fspath(path), bytes):
             raise BadInput("path", repr(path), "a path")
         try:

@@ -22,13 +22,11 @@ class Counters:
         self._rounds = rounds
 
     def read(self, gather: bool, reset: bool) -> Stats | JobStats:
-        """See Buffer.stats."""
         check_flag("gather", gather)
         check_flag("reset", reset)
         return _gathered(self._rounds, reset) if gather else _own(self._rounds, reset)
 
     def reset(self) -> None:
-        """See Buffer.reset_stats."""
         _own(self._rounds, True)
 
 

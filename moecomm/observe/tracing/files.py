@@ -48,15 +48,12 @@ class SpanFile:
         self._source = Steps(rounds) if rounds.on_cpu else KernelSpans(rounds, path.with_suffix(OF_KERNELS))
 
     def write(self, name: str, track: str, begin_ns: int, end_ns: int, args: dict[str, Any]) -> None:
-        """See Sink."""
         self._put([name, track, begin_ns, end_ns, args])
 
     def drain(self) -> None:
-        """See Sink."""
         self._put(*self._source.take())
 
     def finish(self) -> None:
-        """See Sink."""
         self._put(*self._source.end())
 
     def _put(self, *lines: Any) -> None:
