@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from torch.nn.functional import silu
 
+from moecomm.fused import Fp8, deinterleave
 from moecomm.fused.activations import SWIGLU, GatedActivation
+from moecomm.fused.fp8 import widen
+from moecomm.fused.reference import groups_of
 
 GROUP = 128  # columns of e4m3 that share a scale
 UNIT = 2.0**-23
@@ -80,3 +85,31 @@ def cast(value: torch.Tensor, off: torch.Tensor) -> torch.Tensor:
     scale = largest.view(rows, -1, GROUP).amax(dim=2).clamp(min=1e-4) / 448
     least = scale.repeat_interleave(GROUP, dim=1)[:, :columns] * 2.0**-10
     return off + torch.maximum(2.0**-4 * (value.abs() + off), least) * (1 + 2.0**-20)
+
+
+def in_float64(values: Fp8, rows: int) -> torch.Tensor:
+    """Return the exact values; `rows` rows share a scale."""
+    return widen(values.data.double(), values.scales.double(), rows)
+
+
+def expected_gemm(
+    x: Fp8,
+    w: Fp8,
+    counts: Sequence[int],
+    *,
+    alignment: int,
+    activation: str | None,
+    interleaved: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+    """Yield for each expert the slice of its rows, the float64 result, and the error bound of a result on `device`."""
+    rows = in_float64(x, 1).flatten(0, -2)
+    for group, place in enumerate(groups_of(x.data, list(counts), alignment)):
+        matrix = in_float64(Fp8(w.data[group], w.scales[group]), GROUP)
+        matrix = deinterleave(matrix) if activation and interleaved else matrix
+        exact = torch.zeros_like(rows[place])
+        want, off = product(rows[place], exact, matrix, lost_by_sums(matrix.shape[1], device))
+        if activation:
+            want, off = gated(want, off)
+        yield place, want, rounded(want, off, dtype)

@@ -15,7 +15,6 @@ from moecomm.fused import Fp8, deinterleave, interleave, quantize_weights
 from moecomm.fused.activations import LIMIT, SWIGLU, GatedActivation
 from moecomm.testing import bounds
 from moecomm.testing.cases import draw_routing
-from moecomm.testing.fp8 import in_float64
 
 KINDS = ("plain", "plain", "drop", "duplicates", "one rank", "one expert", "nothing")
 _FEW_PRODUCTS = 2**24  # products of one matrix, below which a CPU takes less time than the launches of a GPU
@@ -69,8 +68,8 @@ class LayerCase:
         w13, w2 = self.w13[expert].to(device), self.w2[expert].to(device)
         if not self.fp8:
             return w13.double(), w2.double()
-        w13 = in_float64(quantize_weights(interleave(w13) if self.interleaved else w13), bounds.GROUP)
-        return deinterleave(w13) if self.interleaved else w13, in_float64(quantize_weights(w2), bounds.GROUP)
+        w13 = bounds.in_float64(quantize_weights(interleave(w13) if self.interleaved else w13), bounds.GROUP)
+        return deinterleave(w13) if self.interleaved else w13, bounds.in_float64(quantize_weights(w2), bounds.GROUP)
 
     def check(self, rank: int, out: torch.Tensor) -> None:
         """Raise AssertionError, with the seed, unless `out` is within the bound of this rank's expected output."""
@@ -164,7 +163,7 @@ def expected(
     weights = torch.ones(ids.shape, device=device) if weights is None else weights.to(device)
     rounding, unit = torch.finfo(dtype).eps / 2, bounds.UNIT
     smallest = torch.finfo(dtype).smallest_normal * rounding + 2.0**-126
-    rows = in_float64(Fp8(*(part.to(device) for part in quantize(case.x[rank]))), 1) if case.fp8 else x
+    rows = bounds.in_float64(Fp8(*(part.to(device) for part in quantize(case.x[rank]))), 1) if case.fp8 else x
     fp8_on = made_on or torch.device(device) if case.fp8 else None
 
     out, off, magnitude = torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(x)

@@ -24,7 +24,7 @@ from moecomm.fused.activations import GatedActivation
 from moecomm.fused.formats import format_of
 from moecomm.fused.kernels import FP8, Epilogue, gemm_kernel
 from moecomm.fused.operands import check_operands
-from moecomm.testing.fp8 import expected_gemm
+from moecomm.testing.bounds import expected_gemm
 
 from ..few import few
 from .gemm_machine import encode, run

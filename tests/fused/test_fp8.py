@@ -23,7 +23,7 @@ from moecomm.fused.gemm import split_map
 from moecomm.fused.schedules import check_schedule
 from moecomm.fused.tensor_maps import parameters
 from moecomm.testing import bounds
-from moecomm.testing.fp8 import expected_gemm, in_float64
+from moecomm.testing.bounds import expected_gemm, in_float64
 
 EXPERTS, N, K = 3, 320, 272  # blocks of 128 and parts of one
 COUNTS = (5, 0, 17)

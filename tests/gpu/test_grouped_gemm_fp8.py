@@ -12,7 +12,7 @@ import torch
 from moecomm.dispatch.reference import by_column, quantize
 from moecomm.fused import FP8_SCHEDULES, Fp8, grouped_gemm, interleave, quantize_weights
 from moecomm.fused.kernels import FP8, gemm_kernel
-from moecomm.testing.fp8 import expected_gemm
+from moecomm.testing.bounds import expected_gemm
 
 from .layers import compile_all
 
