@@ -63,12 +63,14 @@ native = Pybind11Extension(
 
 
 class Build(build_ext):
-    """Builds the native module, and beside it the stub for type checkers."""
+    """Builds the native module, and beside it stubs for type checkers."""
 
     def run(self) -> None:
-        """Write the stub in a process of its own: a sanitized module ends any process but those made for it."""
+        """Write that of the module in a process of its own: a sanitized module ends any other process."""
         super().run()
         module = Path(self.get_ext_fullpath(native.name))
+        stub = script("signatures.py").written(ROOT / "moecomm")
+        (module.parent / "overloads.pyi").write_text(stub, encoding="utf-8")
         command = [sys.executable, "csrc/bindings/stub.py", module, module.parent / "_native.pyi"]
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
         if done.returncode:

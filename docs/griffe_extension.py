@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from griffe import Class, Docstring, DocstringParameter, DocstringSectionKind, Extension, Function, Parameters
+from griffe import (
+    Class,
+    Docstring,
+    DocstringParameter,
+    DocstringSectionKind,
+    Extension,
+    Function,
+    Module,
+    Parameter,
+    ParameterKind,
+    Parameters,
+)
 
-CATCHER = "unknown"  # moecomm.base.keywords.CATCHER: takes words that no argument has
+ROOT = Path(__file__).parent.parent
+OPTIONS = "**options"  # of a call: stands for the fields of the class that moecomm/overloads.py names
 
 
 class Arguments(Extension):
-    """Leave out what takes misspelt words, and give arguments that a docstring describes together a row each."""
+    """Give arguments that a docstring describes together a row each, and options theirs."""
+
+    def on_package(self, *, pkg: Module, **_: Any) -> None:
+        """Put the fields of options in the place of `**options`."""
+        for name, file in _signatures().rooms_of_options(ROOT / "moecomm").items():
+            _show_options(pkg[f"buffer.Buffer.{name}"], pkg[file.removesuffix(".py").replace("/", ".")]["Options"])
 
     def on_function(self, *, func: Function, **_: Any) -> None:
         """Change a function."""
-        func.parameters = Parameters(*(parameter for parameter in func.parameters if parameter.name != CATCHER))
         _split(func.docstring, func.parameters)
 
     def on_class(self, *, cls: Class, **_: Any) -> None:
@@ -22,6 +41,26 @@ class Arguments(Extension):
         constructor = cls.members.get("__init__")
         if isinstance(constructor, Function):
             _split(cls.docstring, constructor.parameters)
+
+
+def _signatures() -> ModuleType:
+    spec: Any = importlib.util.spec_from_file_location("signatures", ROOT / "signatures.py")
+    signatures = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(signatures)
+    return signatures
+
+
+def _show_options(call: Function, options: Class) -> None:
+    fields = [member for member in options.members.values() if member.is_attribute and member.value is not None]
+    named = [
+        Parameter(f.name, annotation=f.annotation, kind=ParameterKind.keyword_only, default=f.value) for f in fields
+    ]
+    call.parameters = Parameters(*(one for one in call.parameters if one.name != "options"), *named)
+    (rows,) = (section.value for section in options.docstring.parsed if section.kind is DocstringSectionKind.parameters)
+    rows = [one for together in rows for one in _each(together, call.parameters)]
+    for section in call.docstring.parsed:
+        if section.kind is DocstringSectionKind.parameters:
+            section.value = [one for own in section.value for one in (rows if own.name == OPTIONS else [own])]
 
 
 def _split(docstring: Docstring | None, parameters: Parameters) -> None:
@@ -32,7 +71,7 @@ def _split(docstring: Docstring | None, parameters: Parameters) -> None:
 
 def _each(together: DocstringParameter, parameters: Parameters) -> list[DocstringParameter]:
     names = together.name.split(", ")
-    if len(names) == 1:
+    if len(names) == 1 and together.annotation is not None:
         return [together]
     found = []
     for name in names:

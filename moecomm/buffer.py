@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from operator import is_
 from typing import Any
 
 import torch
@@ -120,7 +119,7 @@ class Buffer(Bound):
         if before is not None:
             before.retire()
 
-    @overloads.typed(overloads.Dispatch)
+    @overloads.dispatch
     def dispatch(
         self,
         x: Any,
@@ -133,15 +132,7 @@ class Buffer(Bound):
         max_rows: int | None = None,
         handle: Handle | None = None,
         sync: bool | None = None,
-        layout: choices.Layout = "expert",
-        expert_alignment: int = 1,
-        quantize: choices.Quantize | None = None,
-        scale_format: choices.ScaleFormat = "fp32",
-        scale_layout: choices.ScaleLayout = "row",
-        num_sms: int | None = None,
-        check_weights: bool = False,
-        overflow: choices.Overflow | None = None,
-        **unknown: Any,
+        **options: Any,
     ) -> Routed:
         """Move tokens to the ranks that own their experts.  Collective; on the current stream.
 
@@ -158,33 +149,17 @@ class Buffer(Bound):
             handle: repeats an earlier dispatch with new rows, without `topk_idx` and `topk_weights`.
             sync: True: wait, and return exactly the rows that arrived.  False: never wait for the device; tensors have
                 `max_rows` rows, and counts on the device say how many are valid.  None: True on CPUs, False on GPUs.
-            layout: "expert": a row for each (token, expert of this rank), ordered by (expert, source rank, token, k);
-                each expert's group starts at a multiple of `expert_alignment`.  "flat": a row for each token that
-                picked an expert of this rank, ordered by (source rank, token).  "batched": `[E/R, max_rows, H]`, each
-                expert's rows first, in the order of "expert".
-            expert_alignment: rows, 1 to 2^20 - 1.
-            quantize: "fp8": rows travel as float8_e4m3fn with a scale for 128 columns; or a name of moecomm.formats.
-            scale_format: of "fp8": "fp32": amax / 448; "ue8m0": the smallest power of two that is not below it.
-            scale_layout: "row": a row of scales for each row of x; "column": column-major and padded as grouped GEMMs
-                load them by TMA, see Routed (beside rows in bf16 or FP8, of elements of 4 bytes); "swizzled":
-                formats.swizzle() of scales of one byte.
-            num_sms: blocks (GPUs: one an SM) or threads (CPUs) to use; default: the table of the backend.
-            check_weights: NaN in `topk_weights` is bad input.
-            overflow: what becomes of rows that have no room.  "error": TooManyRows on every rank.  "chunks", which
-                takes `sync=True` and no `max_rows`: the tokens go in several rounds, and the rows to memory outside of
-                the window.  "drop": each rank keeps R-th parts of the room at other ranks (batched: at experts), for
-                the largest weights; `Routed.dropped` counts the rest.  None: "chunks" where it can be, else "error".
+            **options: see moecomm.dispatch.options.Options.
 
         Raises:
             BadInput, Closed, ConcurrentCall: at once; of what only the device sees, later, on every rank.
             Timeout, PeerLost, Aborted, Mismatch: the round failed; raised likewise.
         """
-        if unknown:
-            raise unexpected(self.dispatch, unknown)
         rounds = self.rounds
-        words = (layout, expert_alignment, quantize, scale_format, scale_layout, num_sms, check_weights, overflow)
-        usual = all(map(is_, words, _DISPATCH.options))
-        request = _DISPATCH if usual else dispatch_options.Request(dispatch_options.Options(*words))
+        try:
+            request = dispatch_options.Request(dispatch_options.Options(**options)) if options else _DISPATCH
+        except TypeError:
+            raise unexpected(self.dispatch, options) from None
         how = (max_rows, handle, sync, extras, x_global_scale)
         while True:
             ids = topk_idx if rounds.ids is None and rounds.live is None else rounds.own_ids(topk_idx)
@@ -193,7 +168,7 @@ class Buffer(Bound):
             except RoundFailed as error:
                 masking.require_repeats(error, handle)
 
-    @overloads.typed(overloads.DispatchBegin)
+    @overloads.dispatch_begin
     def dispatch_begin(
         self,
         x: Any,
@@ -205,15 +180,7 @@ class Buffer(Bound):
         x_global_scale: Any = None,
         max_rows: int | None = None,
         handle: Handle | None = None,
-        layout: choices.Layout = "expert",
-        expert_alignment: int = 1,
-        quantize: choices.Quantize | None = None,
-        scale_format: choices.ScaleFormat = "fp32",
-        scale_layout: choices.ScaleLayout = "row",
-        num_sms: int | None = None,
-        check_weights: bool = False,
-        overflow: choices.Overflow | None = None,
-        **unknown: Any,
+        **options: Any,
     ) -> Routed:
         """Run the first half of dispatch(): send, and do not wait for the rows of other ranks.  Collective.
 
@@ -229,10 +196,10 @@ class Buffer(Bound):
         Raises:
             As dispatch(); BadInput as well when one has begun and has not ended.
         """
-        if unknown:
-            raise unexpected(self.dispatch_begin, unknown)
-        words = (layout, expert_alignment, quantize, scale_format, scale_layout, num_sms, check_weights, overflow)
-        request = dispatch_options.Request(dispatch_options.Options(*words))
+        try:
+            request = dispatch_options.Request(dispatch_options.Options(**options)) if options else _DISPATCH
+        except TypeError:
+            raise unexpected(self.dispatch_begin, options) from None
         more = {"extras": extras, "global_scale": x_global_scale}
         while True:
             tensors = (x, self.rounds.own_ids(topk_idx), topk_weights, scales, max_rows, handle)
@@ -254,7 +221,7 @@ class Buffer(Bound):
         """
         return dispatch.dispatch_end(self.rounds, routed, sync=sync)
 
-    @overloads.typed(overloads.Combine)
+    @overloads.combine
     def combine(
         self,
         y: Any,
@@ -264,10 +231,7 @@ class Buffer(Bound):
         bias: Any = None,
         weight_grads: Any = None,
         topk_weights: Any = None,
-        weighted: bool = True,
-        wire: choices.CombineWire | None = None,
-        num_sms: int | None = None,
-        **unknown: Any,
+        **options: Any,
     ) -> Any:
         """Return the experts' rows to the ranks of their tokens, and add them up.  Collective; on the current stream.
 
@@ -281,17 +245,7 @@ class Buffer(Bound):
             weight_grads: float32, returned as well: `[rows]`, batched `[E/R, rows]`, flat `[rows, K]`.
             topk_weights: float32 `[T, K]` of this rank's tokens, in the place of those that dispatch carried; on all
                 ranks or none.  Unsupported: flat rows, `weight_grads`, max_tokens * topk above 4096 (but for "rows").
-            weighted: expert, batched: multiply each row by the routing weight that dispatch carried.
-            wire: of "expert" and "batched", where each rank adds up its rows of a token in float32.  The dtype of `y`:
-                this sum is rounded before it travels, as in DeepEP: an error of 2^-8 (bfloat16) or 2^-11 (float16)
-                relative to it.  "exact" (or torch.float32): nothing is rounded but the result; a sum of several
-                rows travels in float32, a single row as it is (one domain).  "fp8" (or torch.float8_e4m3fn), of flat
-                rows as well: cast once to e4m3 with a float32 scale for 128 columns, as dispatch does; off by at most
-                2^-4 of a value and 2^-18 of the largest of the 128 (moecomm/combine/reference.py).  "int8" (or
-                torch.int8): likewise as "int8_group"; off by at most 1 / 254 of the largest of the 128.  Of both,
-                `hidden` is a multiple of 16.  "rows": every row travels as it is, and a token's are added in the order
-                of k, see docs/batch_invariance.md.  None: as the Buffer was opened; by default the dtype of `y`.
-            num_sms: see dispatch().
+            **options: see moecomm.combine.options.Options.
 
         Returns:
             `[T, H]`: sum over k of w_k * y_k (flat: the plain sum over ranks), in float32 in a fixed order, plus
@@ -302,11 +256,10 @@ class Buffer(Bound):
         Raises:
             As dispatch(); Unsupported for `topk_weights` as above; of `wire="rows"` flat rows, grads, several domains.
         """
-        if unknown:
-            raise unexpected(self.combine, unknown)
-        words = (weighted, wire, num_sms)
-        usual = all(map(is_, words, _COMBINE.options))
-        request = _COMBINE if usual else combine_options.Request(combine_options.Options(*words))
+        try:
+            request = combine_options.Request(combine_options.Options(**options)) if options else _COMBINE
+        except TypeError:
+            raise unexpected(self.combine, options) from None
         return combine.combine(self.rounds, request, y, handle, out, bias, weight_grads, topk_weights)
 
     def empty(self, handle: Handle, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -316,7 +269,7 @@ class Buffer(Bound):
         """
         return combine.empty(self.rounds, handle, self.dtype if dtype is None else dtype)
 
-    @overloads.typed(overloads.Moe)
+    @overloads.moe
     def moe(
         self,
         x: Any,
@@ -330,18 +283,7 @@ class Buffer(Bound):
         dropped: Any = None,
         w13_bias: Any = None,
         w2_bias: Any = None,
-        activation: choices.Activation = "swiglu",
-        activation_limit: float | None = None,
-        activation_alpha: float | None = None,
-        interleaved: bool = False,
-        max_rows: int | None = None,
-        wire: choices.CombineWire | None = None,
-        num_sms: int | None = None,
-        check_weights: bool = False,
-        fused: bool | None = None,
-        overflow: choices.Overflow | None = None,
-        balance: choices.Balance | None = None,
-        **unknown: Any,
+        **options: Any,
     ) -> Any:
         """Run every token through its experts: dispatch, two GEMMs, combine.  Collective; on the current stream.
 
@@ -372,24 +314,8 @@ class Buffer(Bound):
             bias: `[T, H]` or `[H]` of the Buffer's dtype, added before the rounding: a shared expert, say.
             w13_bias: `[E/R, 2 I]`, float32 or the Buffer's dtype, of the first GEMM: gate before up, also interleaved.
             w2_bias: `[E/R, H]`, of the second GEMM: added before an expert's row is rounded and weighted.
-            activation: "swiglu": silu(gate) * up.  "geglu": gelu(gate) * up, with the error function; "geglu_tanh":
-                with the tanh approximation.  "swigluoai", that of gpt-oss: (up + 1) * gate * sigmoid(alpha * gate),
-                with gate at most, and up within +-, `activation_limit`.
-            activation_limit, activation_alpha: of "swigluoai"; None: 7.0 and 1.702.
-            interleaved: w13 is `moecomm.fused.interleave(w13)`; in FP8, quantized after that.
             dropped: with `overflow="drop"`: int32 `[1]`, where the entries of `topk_idx` without room are counted.
-            max_rows: rows of tokens to make room for; default: by the Buffer's `capacity_factor`.
-            wire: see combine(); None: "exact".
-            num_sms, check_weights: see dispatch(); blocks of both rounds.
-            fused: True: rows travel while the experts compute.  It needs a Hopper GPU, one domain, no `wire` but "rows"
-                and no `check_weights`; else the layer runs unfused, after one warning.  False: rows travel before and
-                after.  None: the faster of the two by rank 0's tuning table (docs/tuning.md).  The same on all
-                ranks; the bits are the same.
-            overflow: as in dispatch().  "chunks", not in a capture: the host waits for the dispatch, and sums have the
-                bits of one round of moecomm's GEMMs.  "drop": `dropped` counts; combine does not scale the remaining
-                weights.  None: on CPUs without `max_rows` "chunks", else "error".
-            balance: "replicate": experts of busy ranks are copied to empty slots of idle ranks for this layer.  Their
-                tensors are those of ExpertWeights; see docs/placement.md.  None: no copies.
+            **options: see moecomm.fused.options.Options.
 
         Returns:
             `[T, H]`: sum over k of w_k * (w2 activation(w13 x + w13_bias) + w2_bias), plus bias; an empty sum is 0.
@@ -401,12 +327,11 @@ class Buffer(Bound):
                 no multiple of 32, NVFP4 of 16, or where the Buffer's dtype is not bfloat16.
             Closed, Timeout, PeerLost, Aborted, Mismatch: as in dispatch().
         """
-        rounds, number = self.rounds, unknown.pop("_layer", 0)  # of nn.ExpertParallel, as in moecomm.ops.moe
-        if unknown:
-            raise unexpected(self.moe, unknown)
-        gated = (activation, activation_limit, activation_alpha, interleaved)
-        given = layer_options.Options(*gated, max_rows, wire, num_sms, check_weights, fused, overflow, balance)
-        request = layer_options.Request(given, number=number)
+        rounds, number = self.rounds, options.pop("_layer", 0)  # of nn.ExpertParallel, as in moecomm.ops.moe
+        try:
+            request = layer_options.Request(layer_options.Options(**options), number=number)
+        except TypeError:
+            raise unexpected(self.moe, options) from None
         others = {"out": out, "bias": bias, "dropped": dropped, "w13_bias": w13_bias, "w2_bias": w2_bias}
         while True:
             ids = topk_idx if rounds.ids is None and rounds.live is None else rounds.own_ids(topk_idx)
@@ -602,7 +527,7 @@ class Buffer(Bound):
         """Return whether release_memory() has given the memory of outputs back."""
         return self._parts.memory.released
 
-    @overloads.typed(overloads.Counters)
+    @overloads.stats
     def stats(self, *, gather: bool = False, reset: bool = False) -> Stats | JobStats:
         """Return the counters of this rank: rounds, rows, bytes, rows of each expert, and waits for each peer.
 

@@ -21,7 +21,16 @@ pytestmark = [pytest.mark.packaging, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parent.parent
 # What libstdc++ and the compiler call where glibc has it, and what older glibcs have under older versions.
 YOUNGER = {"__libc_single_threaded", "dlopen", "dlsym", "fstat", "pthread_cond_clockwait", "pthread_sigmask"}
-FILES = ("CHANGELOG.md", "LICENSE", "MANIFEST.in", "README.md", "package_page.py", "pyproject.toml", "setup.py")
+FILES = (
+    "CHANGELOG.md",
+    "LICENSE",
+    "MANIFEST.in",
+    "README.md",
+    "package_page.py",
+    "pyproject.toml",
+    "setup.py",
+    "signatures.py",
+)
 NATIVE = {".h", ".cuh", ".cpp", ".cu", ".map"}
 KERNELS = {".h", ".cuh", ".cu"}
 
@@ -56,7 +65,7 @@ def new_environment(place: Path) -> Path:
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the repository as a checkout has it: nothing built, with tests."""
     tree = tmp_path_factory.mktemp("packaging") / "tree"
-    ignored = shutil.ignore_patterns("*.so", "_native.pyi", "*.fatbin", "built.json", "__pycache__")
+    ignored = shutil.ignore_patterns("*.so", "_native.pyi", "overloads.pyi", "*.fatbin", "built.json", "__pycache__")
     for folder in (".ci", "bench", "csrc", "docs", "examples", "moecomm", "moecomm_bench", "rma_plugin", "tests"):
         shutil.copytree(ROOT / folder, tree / folder, ignore=ignored)
     for name in FILES:
@@ -123,7 +132,9 @@ def test_the_wheel_holds_the_package_and_the_headers_of_its_kernels(built: tuple
     assert {name for name in names if re.search(r"(^|/)(tests|results)/|\.cpp$", name)} == set()
     packages = [path for package in ("moecomm", "moecomm_bench") for path in (tree / package).rglob("*")]
     assert {str(path.relative_to(tree)) for path in packages if path.suffix in (".py", ".json")} - names == set()
-    assert {"moecomm/py.typed", "moecomm/_native.pyi"} <= names  # type checkers then use the package's types
+    assert {
+        f"moecomm/{name}" for name in ("py.typed", "_native.pyi", "overloads.pyi")
+    } <= names  # type checkers then use the package's types
     # Every kernel there is, and every header that a kernel includes, to the last.
     kernels = {f"moecomm/{path.relative_to(tree)}" for path in (tree / "csrc").rglob("*.cu*")}
     assert kernels - set(held) == set()

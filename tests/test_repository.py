@@ -31,6 +31,7 @@ TEXT = [
     ROOT / "pyproject.toml",
     ROOT / "package_page.py",
     ROOT / "setup.py",
+    ROOT / "signatures.py",
     *sorted((ROOT / "csrc").rglob("*.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]

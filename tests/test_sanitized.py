@@ -47,7 +47,15 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     work = tmp_path_factory.mktemp("sanitized")
     for folder in ("csrc", "moecomm"):
         shutil.copytree(ROOT / folder, work / "tree" / folder, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    for name in ("LICENSE", "MANIFEST.in", "README.md", "package_page.py", "pyproject.toml", "setup.py"):
+    for name in (
+        "LICENSE",
+        "MANIFEST.in",
+        "README.md",
+        "package_page.py",
+        "pyproject.toml",
+        "setup.py",
+        "signatures.py",
+    ):
         shutil.copy(ROOT / name, work / "tree")
     setup = work / "tree" / "setup.py"
     built = setup.read_text()

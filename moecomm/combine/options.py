@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypedDict
+from typing import NamedTuple
 
 import torch
 
@@ -13,7 +13,21 @@ from moecomm.errors import BadInput
 
 
 class Options(NamedTuple):
-    """Options of Buffer.combine, which documents them, except tensors."""
+    """Options of Buffer.combine, except tensors.
+
+    Args:
+        weighted: expert, batched: multiply each row by the routing weight that dispatch carried.
+        wire: of "expert" and "batched", where each rank adds up its rows of a token in float32.  The dtype of `y`:
+            this sum is rounded before it travels, as in DeepEP: an error of 2^-8 (bfloat16) or 2^-11 (float16)
+            relative to it.  "exact" (or torch.float32): nothing is rounded but the result; a sum of several
+            rows travels in float32, a single row as it is (one domain).  "fp8" (or torch.float8_e4m3fn), of flat
+            rows as well: cast once to e4m3 with a float32 scale for 128 columns, as dispatch does; off by at most
+            2^-4 of a value and 2^-18 of the largest of the 128 (moecomm/combine/reference.py).  "int8" (or
+            torch.int8): likewise as "int8_group"; off by at most 1 / 254 of the largest of the 128.  Of both,
+            `hidden` is a multiple of 16.  "rows": every row travels as it is, and a token's are added in the order
+            of k, see docs/batch_invariance.md.  None: as the Buffer was opened; by default the dtype of `y`.
+        num_sms: see dispatch().
+    """
 
     weighted: bool = True
     wire: CombineWire | None = None
@@ -26,17 +40,6 @@ class Options(NamedTuple):
 
 
 NOT_COMPARED = frozenset({"num_sms"})  # of each rank; ranks compare all others
-
-
-class OptionsDict(TypedDict, total=False):
-    """Options for type checkers, with the tensors on which the types of the result do not depend."""
-
-    out: Any
-    bias: Any
-    topk_weights: Any
-    weighted: bool
-    wire: CombineWire | None
-    num_sms: int | None
 
 
 class Request(NamedTuple):

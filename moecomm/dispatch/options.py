@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import Any, NamedTuple, TypedDict, get_args
+from typing import Any, NamedTuple, get_args
 
 from moecomm.base.choices import Layout, Overflow, Quantize, ScaleFormat, ScaleLayout
 from moecomm.base.protocol import LAYOUTS, SCALE_FORMATS
@@ -16,7 +16,26 @@ OVERFLOWS = get_args(Overflow)
 
 
 class Options(NamedTuple):
-    """Options of Buffer.dispatch, which documents them, except tensors, `max_rows`, `handle` and `sync`."""
+    """Options of Buffer.dispatch, except tensors, `max_rows`, `handle` and `sync`.
+
+    Args:
+        layout: "expert": a row for each (token, expert of this rank), ordered by (expert, source rank, token, k);
+            each expert's group starts at a multiple of `expert_alignment`.  "flat": a row for each token that
+            picked an expert of this rank, ordered by (source rank, token).  "batched": `[E/R, max_rows, H]`, each
+            expert's rows first, in the order of "expert".
+        expert_alignment: rows, 1 to 2^20 - 1.
+        quantize: "fp8": rows travel as float8_e4m3fn with a scale for 128 columns; or a name of moecomm.formats.
+        scale_format: of "fp8": "fp32": amax / 448; "ue8m0": the smallest power of two that is not below it.
+        scale_layout: "row": a row of scales for each row of x; "column": column-major and padded as grouped GEMMs
+            load them by TMA, see Routed (beside rows in bf16 or FP8, of elements of 4 bytes); "swizzled":
+            formats.swizzle() of scales of one byte.
+        num_sms: blocks (GPUs: one an SM) or threads (CPUs) to use; default: the table of the backend.
+        check_weights: NaN in `topk_weights` is bad input.
+        overflow: what becomes of rows that have no room.  "error": TooManyRows on every rank.  "chunks", which
+            takes `sync=True` and no `max_rows`: the tokens go in several rounds, and the rows to memory outside of
+            the window.  "drop": each rank keeps R-th parts of the room at other ranks (batched: at experts), for
+            the largest weights; `Routed.dropped` counts the rest.  None: "chunks" where it can be, else "error".
+    """
 
     layout: Layout = "expert"
     expert_alignment: int = 1
@@ -30,17 +49,6 @@ class Options(NamedTuple):
 
 # Of each rank.  Ranks compare all others: moecomm/rounds/signature.py has the list.
 NOT_COMPARED = frozenset({"num_sms", "check_weights", "overflow"})
-
-
-class OptionsDict(TypedDict, total=False):
-    """Options for type checkers, without `layout` and `quantize`, on which the types of the result depend."""
-
-    expert_alignment: int
-    scale_format: ScaleFormat
-    scale_layout: ScaleLayout
-    num_sms: int | None
-    check_weights: bool
-    overflow: Overflow | None
 
 
 class Gradients(enum.IntEnum):

@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypedDict
+from typing import NamedTuple
 
 from moecomm.base.choices import Activation, Balance, CombineWire, Overflow
 from moecomm.dispatch.options import Gradients
 
 
 class Options(NamedTuple):
-    """Options of Buffer.moe, which documents them, except tensors."""
+    """Options of Buffer.moe, except tensors.
+
+    Args:
+        activation: "swiglu": silu(gate) * up.  "geglu": gelu(gate) * up, with the error function; "geglu_tanh":
+            with the tanh approximation.  "swigluoai", that of gpt-oss: (up + 1) * gate * sigmoid(alpha * gate),
+            with gate at most, and up within +-, `activation_limit`.
+        activation_limit, activation_alpha: of "swigluoai"; None: 7.0 and 1.702.
+        interleaved: w13 is `moecomm.fused.interleave(w13)`; in FP8, quantized after that.
+        max_rows: rows of tokens to make room for; default: by the Buffer's `capacity_factor`.
+        wire: see combine(); None: "exact".
+        num_sms, check_weights: see dispatch(); blocks of both rounds.
+        fused: True: rows travel while the experts compute.  It needs a Hopper GPU, one domain, no `wire` but "rows"
+            and no `check_weights`; else the layer runs unfused, after one warning.  False: rows travel before and
+            after.  None: the faster of the two by rank 0's tuning table (docs/tuning.md).  The same on all
+            ranks; the bits are the same.
+        overflow: as in dispatch().  "chunks", not in a capture: the host waits for the dispatch, and sums have the
+            bits of one round of moecomm's GEMMs.  "drop": `dropped` counts; combine does not scale the remaining
+            weights.  None: on CPUs without `max_rows` "chunks", else "error".
+        balance: "replicate": experts of busy ranks are copied to empty slots of idle ranks for this layer.  Their
+            tensors are those of ExpertWeights; see docs/placement.md.  None: no copies.
+    """
 
     activation: Activation = "swiglu"
     activation_limit: float | None = None
@@ -36,24 +56,3 @@ class Request(NamedTuple):
 NOT_COMPARED = frozenset({"max_rows", "num_sms", "check_weights", "overflow"})
 # Of the experts of a rank, which alone computes them, unless balance="replicate" copies them: then ranks compare these.
 OF_EXPERTS = frozenset({"activation", "activation_limit", "activation_alpha", "interleaved"})
-
-
-class OptionsDict(TypedDict, total=False):
-    """Options for type checkers, with the tensors on which the type of the result does not depend."""
-
-    out: Any
-    bias: Any
-    dropped: Any
-    w13_bias: Any
-    w2_bias: Any
-    activation: Activation
-    activation_limit: float | None
-    activation_alpha: float | None
-    interleaved: bool
-    max_rows: int | None
-    wire: CombineWire | None
-    num_sms: int | None
-    check_weights: bool
-    fused: bool | None
-    overflow: Overflow | None
-    balance: Balance | None
