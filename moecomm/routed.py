@@ -15,7 +15,7 @@ from moecomm.base.choices import Layout
 from moecomm.errors import BadInput
 from moecomm.rounds.rounds import Rounds
 
-# Types of the arrays of a Routed, by the options of its dispatch; see moecomm/overloads.py.
+# Types of the arrays of a Routed, by the options of its dispatch; see signatures.py.
 X_co = TypeVar("X_co", covariant=True, default=torch.Tensor)
 Scales_co = TypeVar("Scales_co", covariant=True, default=torch.Tensor | None)
 Flat_co = TypeVar("Flat_co", covariant=True, default=torch.Tensor | None)
