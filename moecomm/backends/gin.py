@@ -143,19 +143,19 @@ class GinReach(Reach):
             self._communicator = nccl.connect(ranks)
         try:
             with all_or_none(ranks):
-                found = nccl_device.properties(self._communicator)
-                if found.gin_type == 0 or not found.device_api:
+                properties = nccl_device.properties(self._communicator)
+                if properties.gin_type == 0 or not properties.device_api:
                     raise Unsupported(_NO_GIN)
-                if domain_ranks not in (0, team := ranks.ranks // found.lsa_teams):
+                if domain_ranks not in (0, team := ranks.ranks // properties.lsa_teams):
                     raise Unsupported(
                         f"domain_ranks={domain_ranks}: NCCL's LSA team has {team}; see NCCL_LSA_TEAM_SIZE"
                     )
         except BaseException:
             nccl.end(self._communicator)
             raise
-        self._kind = _TYPES.get(found.gin_type, f"type {found.gin_type}")
+        self._kind = _TYPES.get(properties.gin_type, f"type {properties.gin_type}")
         self.shim = "gin_proxy" if self._kind == "proxy" else "gin"
-        if found.lsa_teams > 1:
+        if properties.lsa_teams > 1:
             self.domain_ranks, self.transport = team, self.shim
             # Others may still add to our signals when we are done with the last round; else they can put no more.
             self.linger_s = _LINGER_S

@@ -120,10 +120,10 @@ class DeviceCheck:
     def _compare(self) -> None:
         if failed(self._rounds):
             return
-        found = [*self._differing_sum(), *self._differing_row()]
-        if found:
-            is_bad, row = found[-1]
-            for other, its_row in found[:-1]:
+        compared = [*self._differing_sum(), *self._differing_row()]
+        if compared:
+            is_bad, row = compared[-1]
+            for other, its_row in compared[:-1]:
                 is_bad, row = is_bad | other, torch.where(other, its_row, row)
             self._verdict.say(is_bad, row)
 

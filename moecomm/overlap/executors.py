@@ -155,17 +155,17 @@ class GpuExecutors:
         - collectives: a product or a lookup of torch, and a collective of the process group.
         - copies: the same with copies through the Window, where there are no collectives.
         """
-        found: dict[str, Operators | FusedOperators] = {}
+        forms: dict[str, Operators | FusedOperators] = {}
         if not isinstance(self.fused, MoecommError):
-            found["fused"] = self.fused
+            forms["fused"] = self.fused
             if sizes.operator == "matmul_all_reduce" and self.fused.can_sum(sizes.bytes_of("M", "N")):
-                found["kernel"] = UnfusedExecutor(self._copies, self.fused.all_reduce)
+                forms["kernel"] = UnfusedExecutor(self._copies, self.fused.all_reduce)
         # A communicator can't be made while a graph is captured.
         if (of := self._collectives) is not None and (of.used or not self._window._opened.calls.capturing()):
-            found["collectives"] = UnfusedExecutor(of)
+            forms["collectives"] = UnfusedExecutor(of)
         else:
-            found["copies"] = UnfusedExecutor(self._copies)
-        return found
+            forms["copies"] = UnfusedExecutor(self._copies)
+        return forms
 
     def _unmeasured(self, sizes: Sizes, forms: Iterable[str]) -> str:
         """Return the form of a call that can't be measured now."""

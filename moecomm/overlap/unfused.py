@@ -61,8 +61,8 @@ class UnfusedExecutor(Operators):
 
         def run(x: Matrix, w: Matrix) -> torch.Tensor:
             mine = product(x, w)
-            if self._all_reduce is not None and (found := self._all_reduce(mine)) is not None:
-                return found
+            if self._all_reduce is not None and (total := self._all_reduce(mine)) is not None:
+                return total
             return reduced(mine)
 
         return run

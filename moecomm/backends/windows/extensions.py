@@ -167,6 +167,6 @@ class Extensions:
 
 def _check_user(connection: socket.socket) -> None:
     """Raise ConnectionError if the process at the other end is not of our user."""
-    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    if _CREDENTIALS.unpack(found)[1] != os.geteuid():
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    if _CREDENTIALS.unpack(credentials)[1] != os.geteuid():
         raise ConnectionError("a process of another user")
