@@ -30,15 +30,12 @@ class Suspension:
 
     @property
     def released(self) -> bool:
-        """See Buffer.released."""
         return self._rounds.released
 
     def release(self) -> None:
-        """See Buffer.release_memory."""
         _release(self._rounds)
 
     def restore(self) -> None:
-        """See Buffer.restore."""
         _restore(self._rounds)
 
 

@@ -63,7 +63,7 @@ class WindowCalls(Protocol):
 
 
 class HostCalls:
-    """See WindowCalls.  Each call has happened when it returns."""
+    """The WindowCalls of CPU ranks.  Each call has happened when it returns."""
 
     def __init__(self, peers: Peers, memory: UserMemory, handle: _native.WindowHandle) -> None:
         self._peers, self._handle = peers, handle
@@ -73,32 +73,25 @@ class HostCalls:
         self.pointers = torch.tensor(memory.addresses, dtype=torch.int64)
 
     def signal(self, rank: int, index: int, amount: int) -> None:
-        """See WindowCalls."""
         self._handle.signal(rank, index, amount)
 
     def set_signal(self, rank: int, index: int, value: int) -> None:
-        """See WindowCalls."""
         self._handle.set_signal(rank, index, value)
 
     def signal_value(self, index: int) -> int:
-        """See WindowCalls."""
         return self._handle.signal_value(index)
 
     def wait(self, index: int, value: int, peer: int) -> bool:
-        """See WindowCalls."""
         return self._handle.wait(index, value, peer)
 
     def barrier(self) -> bool:
-        """See WindowCalls."""
         return self._handle.barrier()
 
     def abort_word(self) -> int:
-        """See WindowCalls."""
         own = self._peers.addresses[self._handle.rank] + self._handle.abort
         return _native.read_word(self._handle.abort_host) or _native.read_word(own)
 
     def abort(self, cause: int) -> None:
-        """See WindowCalls."""
         self._peers.abort(cause, self._handle.rank)
         for address in self._peers.addresses:
             _native.set_abort(address + self._handle.abort, cause, self._handle.rank)
@@ -111,5 +104,4 @@ class HostCalls:
         """Do nothing: there are no streams."""
 
     def leave(self) -> None:
-        """See WindowCalls."""
         self._handle.leave()

@@ -33,14 +33,13 @@ class UserMemory(Protocol):
 
 
 class OwnMemory:
-    """See UserMemory.  The control words follow it in the memory of the peers."""
+    """UserMemory that moecomm has made.  The control words follow it in the memory of the peers."""
 
     def __init__(self, peers: Peers, nbytes: int) -> None:
         self._peers, self._nbytes = peers, nbytes
         self.name, self.addresses = peers.name, list(peers.addresses)
 
     def bytes_of(self, rank: int) -> torch.Tensor:
-        """See UserMemory."""
         return view_of(self.addresses[rank], self._nbytes, self._peers.device, self._peers.owner(rank))
 
 
@@ -52,7 +51,7 @@ def view_of(address: int, nbytes: int, device: torch.device, owner: object) -> t
 
 
 class SymmetricMemory:
-    """See UserMemory.  Views of this rank's memory are views of the tensor, as torch knows it."""
+    """UserMemory of torch's symmetric memory.  Views of this rank's memory are views of torch's tensor."""
 
     def __init__(self, backend: str, tensor: torch.Tensor, handle: Any, offsets: list[int]) -> None:
         self.name = f"{backend}/torch"
@@ -62,7 +61,6 @@ class SymmetricMemory:
         self.addresses[self._rank] = tensor.data_ptr()
 
     def bytes_of(self, rank: int) -> torch.Tensor:
-        """See UserMemory."""
         if rank == self._rank:
             return self._tensor.view(-1)
         return view_of(self.addresses[rank], len(self._tensor), self._tensor.device, (self._handle, self._tensor))
