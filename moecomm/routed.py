@@ -73,8 +73,11 @@ class DispatchPlan(Protocol):
         """x, scales and tokens_per_expert of an expert dispatch in one step, as given or cast to FP8."""
         ...
 
-    def batched_tensors(self, routed: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """x and tokens_per_expert of a batched dispatch in one step, before or after it has arrived."""
+    def batched_tensors(self, routed: Any, *, scaled: bool = False) -> tuple[Any, ...]:
+        """x and tokens_per_expert of a batched dispatch in one step, before or after it has arrived.
+
+        `scaled`: and scales.
+        """
         ...
 
     def table_tensors(self, routed: Any) -> tuple[Any, ...]:

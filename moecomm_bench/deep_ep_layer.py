@@ -111,7 +111,7 @@ class DeepEpLayer:
         Later rows have the bytes of its window.
         """
         pools = (self._deep._pool, self._elastic._pool, self._hybrid._pool)
-        found = next(buffer for pool in pools if (buffer := pool.owner(native)) is not None)
+        found = next(pool.opened[native.rounds] for pool in pools if native.rounds in pool.opened)
         self.window_bytes = found.nbytes
         return found
 

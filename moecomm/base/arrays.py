@@ -27,6 +27,17 @@ _DLPACK = {
 }
 
 
+class _Words(dict[tuple[torch.dtype, torch.device], tuple[int, int, int, int]]):
+    def __missing__(self, key: tuple[torch.dtype, torch.device]) -> tuple[int, int, int, int]:
+        dtype, device = key
+        on = (1, 0) if device.index is None else (2, device.index)  # None for the CPU
+        words = self[key] = (*_DLPACK[dtype], *on)
+        return words
+
+
+DLPACK_WORDS = _Words()  # type code, bits, kind of device and its index, by dtype and device
+
+
 def as_tensor(argument: str, value: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any] | None]:
     """Return `value` as a torch tensor over the same memory, and a function that converts torch tensors to its kind.
 
@@ -60,10 +71,7 @@ def window_tensor(
     block: _native.Block, address: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, owner: object
 ) -> torch.Tensor:
     """Make a contiguous tensor at `address` inside `block`.  It keeps the block, and `owner`, alive."""
-    index = device.index  # None for the CPU
-    kind, index = (1, 0) if index is None else (2, index)
-    code, bits = _DLPACK[dtype]
-    return block.torch_tensor(address, shape, code, bits, kind, index, owner)
+    return block.torch_tensor(address, shape, *DLPACK_WORDS[dtype, device], owner)
 
 
 def check_tensor(

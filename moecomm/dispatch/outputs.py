@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 
 from moecomm import _native
-from moecomm.base.arrays import window_tensor
+from moecomm.base.arrays import DLPACK_WORDS
 from moecomm.dispatch.tables import begin, moved, table, tables_of
 from moecomm.gpu import used_rows
 from moecomm.rounds.rounds import Rounds
@@ -130,8 +130,9 @@ class ByName:
     def layer_tensors(self, routed: Any) -> tuple[Any, ...]:
         return tuple(self.tensor(name, routed) for name in ("x", "scales", "tokens_per_expert"))
 
-    def batched_tensors(self, routed: Any) -> tuple[Any, ...]:
-        return self.tensor("x", routed), self.tensor("tokens_per_expert", routed)
+    def batched_tensors(self, routed: Any, *, scaled: bool = False) -> tuple[Any, ...]:
+        names = ("x", "tokens_per_expert", *(("scales",) if scaled else ()))
+        return tuple(self.tensor(name, routed) for name in names)
 
     def table_tensors(self, routed: Any) -> tuple[Any, ...]:
         names = ("topk_weights" if routed.plan.layout == "flat" else "row_weights", "src", "tokens_per_expert")
@@ -234,7 +235,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _payload(routed: Routed, address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     plan = routed.plan
-    return window_tensor(routed.payload, address, shape, dtype, plan.device, plan.owner)
+    return routed.payload.torch_tensor(address, shape, *DLPACK_WORDS[dtype, plan.device], plan.owner)
 
 
 def _kept(routed: Routed, address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -158,10 +158,11 @@ class Plan(outputs.ByName):
             return super().layer_tensors(routed)
         return self.native.layer_outputs(routed.args, routed.payload, routed.handle.block, self.owner)
 
-    def batched_tensors(self, routed: Routed) -> tuple[torch.Tensor, torch.Tensor]:
+    def batched_tensors(self, routed: Routed, *, scaled: bool = False) -> tuple[Any, ...]:
         if type(routed.handle.block) is not _native.Block:
-            return super().batched_tensors(routed)
-        return self.native.batched_outputs(routed.args, routed.payload, routed.handle.block, self.owner)
+            return super().batched_tensors(routed, scaled=scaled)
+        found = self.native.batched_outputs(routed.args, routed.payload, routed.handle.block, self.owner)
+        return (*found, outputs.scales(routed)) if scaled else found
 
     def table_tensors(self, routed: Routed) -> tuple[Any, ...]:
         if type(routed.handle.block) is not _native.Block:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, TypeVar, cast
 
 from moecomm import _native
 from moecomm.rounds.state import RoundState
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
-Marks = tuple[int, dict[RoundState, int]]  # calls that failed, and how many rounds each Buffer has made or counted
+_PROGRESS = attrgetter("made", "failed")
+Marks = tuple[int, dict[_native.Turn, tuple[int, int]]]  # calls that failed, and the progress of each Buffer
 
 
 class CallCount:
@@ -27,6 +29,7 @@ class CallCount:
 
     def __init__(self) -> None:
         self._states: list[weakref.ref[RoundState]] = []
+        self.turns: list[_native.Turn] = []  # of these
         self.turn = _native.Turn(shared=True)
 
     @property
@@ -38,11 +41,15 @@ class CallCount:
         """Add a Buffer that has just been opened."""
         for _ in range(self.failed):
             state.count_rejected()
-        self._states = [weakref.ref(state), *(ref for ref in self._states if ref() is not None)]
+        states = [state, *self._alive()]
+        self._states, self.turns = list(map(weakref.ref, states)), [state.turn for state in states]
+
+    def _alive(self) -> list[RoundState]:
+        return [state for ref in self._states if (state := ref()) is not None]
 
     def marks(self) -> Marks:
         """Return the progress of all Buffers, for count_failure()."""
-        return self.failed, {b: b.turn.made + b.turn.failed for ref in self._states if (b := ref()) is not None}
+        return self.turn.failed, dict(zip(self.turns, map(_PROGRESS, self.turns), strict=True))
 
     def count_failure(self, marks: Marks, error: BaseException | None) -> None:
         """Count a call that has failed, unless it has made a round since, or a call of a Buffer in it has counted.
@@ -51,10 +58,10 @@ class CallCount:
         """
         failed, before = marks
         _, now = self.marks()
-        if self.failed != failed or any(now[buffer] != before.get(buffer, failed) for buffer in now):
+        if self.failed != failed or any(now[turn] != before.get(turn, (0, failed)) for turn in now):
             return
         self.turn.failed += 1
-        for buffer in now:
+        for buffer in self._alive():
             buffer._interrupted(error)
             buffer.count_failed()
 
@@ -87,7 +94,10 @@ def counted(of: Callable[[Any], CallCount]) -> Callable[[_Method], _Method]:
     def decorate(method: _Method) -> _Method:
         @functools.wraps(method)
         def call(self: Any, *args: Any, **named: Any) -> Any:
-            with CountedCall(of(self)):
+            count = of(self)
+            # Every call passes here: CountedCall(count), without further functions of Python.
+            progress = dict(zip(count.turns, map(_PROGRESS, count.turns), strict=True))
+            with _native.Call(count, 1, (count.turn.failed, progress)):
                 return method(self, *args, **named)
 
         return cast("_Method", call)

@@ -302,7 +302,7 @@ def test_layers_without_a_wait_may_keep_their_rounds_until_the_backward_pass() -
         for layer, (hidden, handle) in reversed(list(enumerate(kept))):
             combined, _ = buffer.combine_with_unpermute(hidden=hidden, handle=handle)
             assert torch.equal(combined, (x + layer) * 2)
-        opened = max(buffer._pool._opened, key=lambda opened: opened.hidden)  # the other one is for counts
+        opened = max(buffer._pool.opened.values(), key=lambda opened: opened.hidden)  # the other one is for counts
         assert opened.rounds.settings.window_bytes < opened.rounds.settings.round_bytes("expert")
 
     all_ranks(2, body)

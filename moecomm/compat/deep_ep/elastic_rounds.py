@@ -33,6 +33,7 @@ from moecomm.routed import Routed
 
 _TOPK_HINT = 32  # when a caller does not say it: the most there can be
 _FEW_SMS, _MANY_SMS = 16, 64  # measured to be enough beside computations, and alone
+_HANDLE = "the handle that dispatch returned"
 _FLAT, _REPEAT = dispatch.Options("flat"), dispatch.Options()
 _Room = tuple[Buffer, int | None, dispatch.Options]  # for what rows to make room in each dispatch; None: those expected
 _WEIGHTS_HIDDEN = 8  # columns of the rows that routing weights travel beside: 16 bytes, the least there is
@@ -252,10 +253,10 @@ class ElasticRounds(BufferBase):
             check_flag("async_with_compute_stream", async_with_compute_stream)
         check_dimensions("x", x, "rows", "hidden")
         check_integer("num_sms", num_sms, 0)
-        self._check_handle(handle)
+        native = self._pool.native_of(handle, EPHandle, _HANDLE)
         wire: Wire = x.dtype if handle.do_expand and self.allow_multiple_reduction else "exact"
         options = _combine_options(wire, limit_of(x, num_sms or handle.num_sms))
-        native, total = handle.native, one_bias(bias)
+        total = one_bias(bias)
         self._pool.calls.begin(native.rounds, combines=True)
         request = combining.Request(options, bias_first=True)
         out = combining.combine(native.rounds, request, x, native, bias=total, weight_grads=topk_weights)
@@ -302,12 +303,6 @@ class ElasticRounds(BufferBase):
         assert weights is not None
         return weights
 
-    def _check_handle(self, handle: Any) -> None:
-        if not isinstance(handle, EPHandle):
-            raise BadInput("handle", type(handle).__name__, "the handle that dispatch returned")
-        self._pool.require_open()
-        self._pool.check_owner(handle.native)
-
     def _check_repeat(
         self,
         handle: EPHandle,
@@ -316,7 +311,7 @@ class ElasticRounds(BufferBase):
         do_cpu_sync: bool | None,
         do_expand: bool,
     ) -> None:
-        self._check_handle(handle)
+        self._pool.native_of(handle, EPHandle, _HANDLE)
         if topk_idx is not None:
             raise BadInput("handle", "topk_idx beside it", "rows only: it repeats a routing")
         if do_cpu_sync:

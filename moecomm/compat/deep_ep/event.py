@@ -40,6 +40,8 @@ class EventOverlap:
     `with overlap:` waits at the end of the block, so that the block's work runs beside what the event stands for.
     """
 
+    event: EventHandle | None = None
+    extra_tensors: tuple[Any, ...] | None = None
     hook_after_wait: Callable[[], Any] | None = None
     _release_at_exit = False
 

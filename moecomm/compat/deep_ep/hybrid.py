@@ -36,6 +36,7 @@ from moecomm.routed import Handle, Routed
 __all__ = ["HybridEPBuffer", "HybridEPHandle", "indices_to_map"]
 
 _METHOD = "HybridEPBuffer.dispatch_with_permute"
+_HANDLE = "the handle that dispatch_with_permute returned"
 
 _Received = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
@@ -179,7 +180,7 @@ class HybridEPBuffer(OverPool):
         if non_blocking and num_permuted_tokens is None:
             raise BadInput("num_permuted_tokens", "None", "rows to make room for, beside non_blocking")
         if handle is not None:
-            native = self._native_of(handle)
+            native = self._pool.native_of(handle, HybridEPHandle, _HANDLE)
             check_nothing(topk_weights=topk_weights, probs=probs)  # beside a handle
             if num_permuted_tokens not in (None, handle.rows):
                 raise BadInput("num_permuted_tokens", num_permuted_tokens, f"{handle.rows}: the handle's")
@@ -224,7 +225,7 @@ class HybridEPBuffer(OverPool):
         num_dispatched_tokens: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """hidden `[T, H]`: the sum of a token's rows, without weights; `[T, E]` of `probs` `[rows]`, 0 elsewhere."""
-        native = self._native_of(handle)
+        native = self._pool.native_of(handle, HybridEPHandle, _HANDLE)
         assert handle is not None, "has just been checked"
         if getattr(hidden, "ndim", 0) != 2:
             check_dimensions("hidden", hidden, "rows", "columns")
@@ -398,12 +399,6 @@ class HybridEPBuffer(OverPool):
         if x.shape[0] < rows:  # more room was asked for than all tokens of all ranks can fill
             return _longer(x, rows), _longer(weights, rows), _longer(scales, rows)
         return x, weights, scales
-
-    def _native_of(self, handle: Any) -> Handle:
-        if not isinstance(handle, HybridEPHandle):
-            raise BadInput("handle", type(handle).__name__, "the handle that dispatch_with_permute returned")
-        self._pool.check_owner(handle.native)
-        return handle.native
 
 
 def _values(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,7 +13,8 @@ from moecomm.base.arrays import as_tensor, check_tensor
 from moecomm.base.validation import check_flags, check_integer
 from moecomm.buffer import Buffer
 from moecomm.combine.arguments import takes_weights
-from moecomm.compat.deep_ep.event import EventHandle, EventOverlap, finished
+from moecomm.compat.deep_ep.arrival import Arrival
+from moecomm.compat.deep_ep.event import EventOverlap, finished
 from moecomm.compat.deep_ep.lazy import LazyTuple, source, tokens_per_expert
 from moecomm.compat.deep_ep.masks import MaskBuffer
 from moecomm.compat.deep_ep.normal import check_nothing
@@ -30,9 +32,23 @@ _FP8 = Request(Options("batched", quantize="fp8", scale_layout="column"))
 _ROUNDED = Request(Options("batched", quantize="fp8", scale_format="ue8m0"))
 _UE8M0 = Request(Options("batched", quantize="fp8", scale_format="ue8m0", scale_layout="column"))
 _NVFP4 = Request(Options("batched", quantize="nvfp4", scale_layout="swizzled"))
+_REQUESTS = {  # by use_fp8, round_scale, use_ue8m0, use_nvfp4
+    **{(True, rounded, False, False): _ROUNDED if rounded else _FP8 for rounded in (False, True)},
+    (True, True, True, False): _UE8M0,
+    **{(False, rounded, False, fp4): _NVFP4 if fp4 else _PLAIN for rounded in (False, True) for fp4 in (False, True)},
+}
 # deep_ep adds up all rows of a token in float32 at its source rank.
 _WEIGHTED = combining.Request(combining.Options(wire="exact"))
 _WEIGHTS_HIDDEN = 8  # columns of the rows that routing weights travel beside: 16 bytes, the least there is
+_HANDLE = "the handle, as it is, that low_latency_dispatch returned"
+
+
+class _Kind(NamedTuple):
+    """What dispatches of the same sizes and options share."""
+
+    buffer: Buffer
+    request: Request
+    weights_follow: bool  # a combine can't bring routing weights: they take a round of their own before it
 
 
 class LowLatencyHandle(LazyTuple):
@@ -55,6 +71,7 @@ class LowLatencyHandle(LazyTuple):
     topk_idx: torch.Tensor  # of the dispatch, by which a combine knows it again
     ids: torch.Tensor  # for the round that sends weights; the caller may have changed `topk_idx` since
     topk_weights: torch.Tensor | None  # those that the dispatch carried, until others have taken their place
+    weights_follow: bool  # see _Kind
     first: Handle | None = None  # of the dispatch, whose rows the caller has, where a later one has lost a rank
     combine_rows: torch.Tensor | None = None  # in the window, for the next combine without a copy
 
@@ -119,64 +136,77 @@ class LowLatency(MaskBuffer):
             raise BadInput("x_global_scale", "None", "float32, on the device of x, beside use_nvfp4")
         if {type(async_finish), type(return_recv_hook)} != {bool}:
             check_flags(async_finish=async_finish, return_recv_hook=return_recv_hook)
-        if {type(num_max_dispatch_tokens_per_rank), type(num_experts)} != {int}:
+        most = num_max_dispatch_tokens_per_rank
+        if {type(most), type(num_experts)} != {int}:
             check_experts(num_experts, self.group_size)
-            check_integer("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 1)
+            check_integer("num_max_dispatch_tokens_per_rank", most, 1)
         if async_finish and return_recv_hook:
             raise _two_waits()
-        if use_ue8m0 and not (use_fp8 and round_scale):
-            raise BadInput("use_ue8m0", True, "use_fp8 and round_scale beside it")
-        check_dimensions("x", x, "tokens", "hidden")
-        check_dimensions("topk_idx", topk_idx, "tokens", "topk")
-        stats = cumulative_local_expert_recv_stats
+        pool, asked = self._pool, (use_fp8, round_scale, use_ue8m0, use_nvfp4)
+        try:
+            key = (x.shape[1:], x.dtype, x.device, x.layout, topk_idx.shape[1:], topk_idx.layout, most, num_experts)
+            kind = pool.kinds.get((key, asked))
+        except AttributeError:
+            kind = None
+        if kind is None:
+            _check_kind(x, topk_idx, use_ue8m0, use_fp8 and round_scale)
+        stats, cost = cumulative_local_expert_recv_stats, None
         if stats is not None:
             check_stats(stats, num_experts // self.group_size, x.device)
-        cost = None
         if dispatch_wait_recv_cost_stats is not None:
             name = "dispatch_wait_recv_cost_stats"
             cost = WaitCost(name, dispatch_wait_recv_cost_stats, self.group_size, x.device)
-        pool = self._pool
-        buffer = pool.batched(
-            x.device, x.shape[1], num_experts, topk_idx.shape[1], num_max_dispatch_tokens_per_rank, x.dtype
-        )
-        request = _UE8M0 if use_ue8m0 else _ROUNDED if use_fp8 and round_scale else _FP8 if use_fp8 else _PLAIN
+        if kind is None:
+            buffer = pool.batched(x.device, x.shape[1], num_experts, topk_idx.shape[1], most, x.dtype)
+            kind = pool.kinds[key, asked] = _Kind(buffer, _REQUESTS[asked], not takes_weights(buffer.rounds))
+        buffer, request, weights_follow = kind
+        rounds = buffer.rounds
         more: dict[str, Any] = {}
         if use_nvfp4:
-            request, first = _NVFP4, x_global_scale
+            first = x_global_scale
             more["global_scale"] = first.reshape(-1)[:1] if isinstance(first, torch.Tensor) else first
         # With masks, CPU ranks receive at once: a call that has lost a rank is then over, and can be made again.
-        repeats = pool.masks and buffer.rounds.on_cpu
+        repeats = pool.masks and rounds.on_cpu
         begins = return_recv_hook and not repeats
         routed: Routed | None = None
         while routed is None:
-            pool.calls.begin(buffer.rounds)
+            pool.calls.begin(rounds)
             if pool.receiving:
                 pool.receive(buffer)
             if cost is not None:
-                cost.before(buffer.rounds, "dispatch")
-            ids = buffer.rounds.own_ids(topk_idx)  # of masked ranks: -1
+                cost.before(rounds, "dispatch")
+            ids = topk_idx if rounds.ids is None and rounds.live is None else rounds.own_ids(topk_idx)  # -1: masked
             try:
                 if begins:
-                    routed = dispatch_begin(buffer.rounds, request, x, ids, topk_weights, early=True, **more)
+                    routed = dispatch_begin(rounds, request, x, ids, topk_weights, early=True, **more)
                 else:
-                    routed = dispatch(buffer.rounds, request, x, ids, topk_weights, sync=False, **more)
+                    routed = dispatch(rounds, request, x, ids, topk_weights, sync=False, **more)
             except RoundFailed as error:
                 require_repeats(error)
         if cost is not None:
-            cost.after(buffer.rounds, "dispatch")
+            cost.after(rounds, "dispatch")
         handle = LowLatencyHandle(LowLatencyHandle.makers)  # quicker than through a __new__ of its own
         handle.native, handle.topk_idx, handle.topk_weights = routed.handle, topk_idx, topk_weights
-        follow = topk_weights is None and not takes_weights(buffer.rounds)
-        handle.ids = topk_idx.clone() if follow or repeats else topk_idx
-        rows, counts = routed.plan.batched_tensors(routed)
-        recv_x, write = _arriving(routed, rows, request)
+        follow = topk_weights is None and weights_follow
+        handle.ids, handle.weights_follow = topk_idx.clone() if follow or repeats else topk_idx, weights_follow
+        write = None
+        if request is _PLAIN:
+            recv_x, counts = routed.plan.batched_tensors(routed)
+        elif request is _ROUNDED or request is _NVFP4:
+            x, counts = routed.plan.batched_tensors(routed)
+            recv_x, write = _arriving(routed, x, request)
+        else:
+            x, counts, scales = routed.plan.batched_tensors(routed, scaled=True)
+            recv_x = x, scales
+        then = None if write is None and stats is None else partial(_account, routed, write, counts, stats)
+        event = finished(True) if async_finish else object.__new__(EventOverlap)  # quicker than through its __init__
         if begins:
-            hook = Receive(buffer, routed, write, counts, stats, cost)
+            hook = Arrival(buffer, routed, cost, then)
             pool.receiving[id(buffer)] = hook.receive_early
-            return recv_x, counts, handle, finished(async_finish), hook
-        if write is not None or stats is not None:
-            Receive(buffer, routed, write, counts, stats).account()
-        return recv_x, counts, handle, finished(async_finish), _nothing if return_recv_hook else None
+            return recv_x, counts, handle, event, hook
+        if then is not None:
+            then()
+        return recv_x, counts, handle, event, _nothing if return_recv_hook else None
 
     @counted_by_pool
     def low_latency_combine(
@@ -229,7 +259,7 @@ class LowLatency(MaskBuffer):
         if async_finish and return_recv_hook:
             raise _two_waits()
         pool = self._pool
-        native = _native_of(pool, handle)
+        native = pool.native_of(handle, LowLatencyHandle, _HANDLE)
         pool.calls.begin(native.rounds, combines=True)
         if topk_weights is None:
             raise BadInput("topk_weights", "None", "the routing weights, float32 [tokens, topk]")
@@ -244,11 +274,11 @@ class LowLatency(MaskBuffer):
         if topk_idx is not handle.topk_idx:
             topk_weights = _without_the_left_out(native, topk_idx, topk_weights)
         if topk_weights is not handle.topk_weights:
-            if takes_weights(native.rounds):
-                own = topk_weights
-            else:
+            if handle.weights_follow:
                 _send_weights(pool, native, handle.ids, topk_weights)
                 handle.topk_weights = None
+            else:
+                own = topk_weights
         combined: torch.Tensor | None = None
         while combined is None:
             if cost is not None:
@@ -259,72 +289,20 @@ class LowLatency(MaskBuffer):
             except RoundFailed as error:
                 require_repeats(error)
                 _route_again(handle, topk_weights)
-                native, own = _native_of(pool, handle), None  # whose rows have these weights
+                native, own = handle.native, None  # whose rows have these weights
                 pool.calls.begin(native.rounds, combines=True)
         if cost is not None:
             cost.after(native.rounds, "combine")
-        return combined, finished(async_finish), _nothing if return_recv_hook else None
+        event = finished(True) if async_finish else object.__new__(EventOverlap)  # quicker than through its __init__
+        return combined, event, _nothing if return_recv_hook else None
 
     def get_next_low_latency_combine_buffer(self, handle: Any) -> torch.Tensor:
         """`[E/R, R * Tmax, H]` in the window, for low_latency_combine(zero_copy=True); the same one for one handle."""
-        native = _native_of(self._pool, handle)
+        native = self._pool.native_of(handle, LowLatencyHandle, _HANDLE)
         if handle.combine_rows is None:
             handle.combine_rows = combining.empty(native.rounds, native, native.rounds.dtype)
         rows: torch.Tensor = handle.combine_rows
         return rows
-
-
-class Receive:
-    """The hook of a dispatch.
-
-    Receives the rows, or, if a later dispatch has received them, makes the current stream wait for them.
-    """
-
-    def __init__(
-        self,
-        buffer: Buffer,
-        routed: Routed,
-        write: Callable[[torch.Tensor], object] | None,
-        counts: torch.Tensor,
-        stats: torch.Tensor | None,
-        cost: WaitCost | None = None,
-    ) -> None:
-        self._buffer, self._routed, self._cost = buffer, routed, cost
-        self._write, self._counts, self._stats = write, counts, stats
-        self._called = False
-        self._early: EventHandle | None = None  # after the rows, on the stream that received them for the hook
-
-    def __call__(self) -> None:
-        if not self._called:
-            self._receive()
-        elif self._early is not None:
-            self._early.current_stream_wait()
-
-    def receive_early(self) -> None:
-        """Receive the rows on the current stream, unless the hook has been called, which may be on another one."""
-        if not self._called:
-            self._receive()
-            self._early = EventHandle()
-
-    def _receive(self) -> None:
-        self._called = True
-        if self._cost is not None:
-            self._cost.before(self._buffer.rounds, "dispatch")
-        self._buffer.dispatch_end(self._routed, sync=False)
-        if self._cost is not None:
-            self._cost.after(self._buffer.rounds, "dispatch")
-        self.account()
-
-    def account(self) -> None:
-        """Finish a receive once rows are here: scales in another form than they arrive in, and the statistics."""
-        if self._write is not None:
-            scales = self._routed.scales
-            assert scales is not None
-            self._write(scales)
-        if self._stats is not None:
-            self._stats.add_(self._counts)
-        # so that the window has its memory back when the caller's tensors are gone
-        del self._routed, self._write, self._counts, self._stats
 
 
 def layout_range(handle: Handle) -> torch.Tensor:
@@ -336,10 +314,27 @@ def layout_range(handle: Handle) -> torch.Tensor:
     return (count.cumsum(dim=1) - count) << 32 | count
 
 
-def _arriving(routed: Routed, x: torch.Tensor, request: Request) -> tuple[Any, Callable[[torch.Tensor], object] | None]:
-    """Return the outputs of a dispatch, before or after it has arrived, and what writes scales once they are here."""
-    if request is _PLAIN:
-        return x, None
+def _check_kind(x: Any, topk_idx: Any, use_ue8m0: bool, rounds_scales: bool) -> None:
+    if use_ue8m0 and not rounds_scales:
+        raise BadInput("use_ue8m0", True, "use_fp8 and round_scale beside it")
+    check_dimensions("x", x, "tokens", "hidden")
+    check_dimensions("topk_idx", topk_idx, "tokens", "topk")
+
+
+def _account(
+    routed: Routed, write: Callable[[torch.Tensor], object] | None, counts: torch.Tensor, stats: torch.Tensor | None
+) -> None:
+    """Finish a receive once rows are here: scales in another form than they arrive in, and the statistics."""
+    if write is not None:
+        scales = routed.scales
+        assert scales is not None
+        write(scales)
+    if stats is not None:
+        stats.add_(counts)
+
+
+def _arriving(routed: Routed, x: torch.Tensor, request: Request) -> tuple[Any, Callable[[torch.Tensor], object]]:
+    """Return outputs in another form than they arrive in, and what writes their scales once they are here."""
     experts, rows, hidden = x.shape[0], x.shape[1], routed.handle.rounds.hidden
     if request is _NVFP4:
         assert routed.form is not None, "of another format than those that kernels know"
@@ -347,8 +342,6 @@ def _arriving(routed: Routed, x: torch.Tensor, request: Request) -> tuple[Any, C
         scales = torch.empty(blocks, dtype=torch.float8_e4m3fn, device=x.device)
         recv_x = routed.form.tensor("x", routed).permute(1, 2, 0), scales.permute(3, 4, 1, 5, 2, 0)
         return recv_x, lambda arrived: scales.view(arrived.shape).copy_(arrived)
-    if request is not _ROUNDED:
-        return (x, routed.plan.tensor("scales", routed)), None
     columns = torch.empty((experts, -(-hidden // 128), rows), dtype=torch.float32, device=x.device)
     scales = columns.transpose(1, 2)
     bits = scales.view(torch.int32)  # of powers of two, whose exponents arrive
@@ -403,13 +396,6 @@ def _without_the_left_out(native: Handle, topk_idx: Any, topk_weights: Any) -> t
     check_tensor("topk_weights", topk_weights, device=device, dtypes=(torch.float32,), shape=shape)
     weights: torch.Tensor = topk_weights.masked_fill(topk_idx < 0, 0.0)
     return weights
-
-
-def _native_of(pool: Pool, handle: Any) -> Handle:
-    if not isinstance(handle, LowLatencyHandle):
-        raise BadInput("handle", type(handle).__name__, "the handle, as it is, that low_latency_dispatch returned")
-    pool.check_owner(handle.native)
-    return handle.native
 
 
 def _two_waits() -> BadInput:

@@ -16,9 +16,10 @@ from moecomm.dispatch import Options, Request
 from moecomm.dispatch import dispatch as run_dispatch
 from moecomm.errors import BadInput, Mismatch, Unsupported
 from moecomm.rounds.call_count import CountedCall
-from moecomm.routed import Handle, Routed
+from moecomm.routed import Routed
 
 _FLAT, _SUMS = Options("flat"), combining.Request(sum_grads=True, bias_first=True)
+_HANDLE = "the handle, as it is, that dispatch returned"
 _PACKED = 8  # columns in an element of NVFP4 rows
 
 
@@ -91,7 +92,7 @@ def dispatch(
 def repeat(pool: Pool, x: Any, handle: Any, num_sms: int | None) -> Any:
     """recv_x of rows that go where those of an earlier dispatch went."""
     given = _unpack_all(x)
-    native = native_of(pool, handle)
+    native = pool.native_of(handle, NormalHandle, _HANDLE)
     pool.calls.begin(native.rounds)
     options = _FLAT if num_sms is None else _limited(num_sms)
     more: dict[str, Any] = {"scales": given.scales, "extras": given.extras}
@@ -103,7 +104,7 @@ def combine(
     pool: Pool, x: torch.Tensor, handle: Any, topk_weights: torch.Tensor | None, bias: Any, num_sms: int | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The plain sums over ranks: of rows, plus bias, and of top-k weights."""
-    native = native_of(pool, handle)
+    native = pool.native_of(handle, NormalHandle, _HANDLE)
     pool.calls.begin(native.rounds, combines=True)
     total = None if bias is None else one_bias(bias)
     request = _SUMS if num_sms is None else _SUMS._replace(options=combining.Options(num_sms=num_sms))
@@ -151,14 +152,6 @@ def _unpack_all(x: Any) -> Given:
 
 def _read(routed: Routed) -> tuple[Any, Any, Any, Any]:
     return routed.x, routed.scales, routed.topk_idx, routed.topk_weights
-
-
-def native_of(pool: Pool, handle: Any) -> Handle:
-    """The moecomm handle in what a dispatch of this buffer returned."""
-    if not isinstance(handle, NormalHandle):
-        raise BadInput("handle", type(handle).__name__, "the handle, as it is, that dispatch returned")
-    pool.check_owner(handle.native)
-    return handle.native
 
 
 def one_bias(bias: Any) -> Any:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from operator import attrgetter
+from typing import Any, Protocol
 
 import torch
 
@@ -29,6 +30,7 @@ from moecomm.ranks.group import Group
 from moecomm.ranks.rendezvous import rendezvous
 from moecomm.ranks.settings import MAX_FLAT_ROWS, Settings
 from moecomm.rounds.call_count import counted
+from moecomm.rounds.rounds import Rounds
 from moecomm.rounds.signature import GROW
 from moecomm.routed import Handle
 
@@ -37,6 +39,10 @@ _TIMEOUT_S = 100.0  # of a wait, as in DeepEP's kernels (NUM_TIMEOUT_CYCLES)
 _LEAST_TOKENS = 128
 _MORE_TOKENS = 128  # than a rank has: padding to any expert_alignment then fits what moecomm takes for the worst case
 _MORE_ROWS = 4  # times those that the first caller asks for
+
+
+class _Handle(Protocol):
+    native: Handle
 
 
 class Pool:
@@ -65,7 +71,8 @@ class Pool:
         self._least_experts = 1 if uneven else self.ranks.ranks
         self._by_sizes: dict[tuple[Any, ...], Buffer] = {}
         self.calls, self._method = Calls(self.ranks, timeout_s, self.close, compared=not masks), method
-        self._opened: list[Buffer] = []  # all of them: handles of one that was too small stay good
+        self.opened: dict[Rounds, Buffer] = {}  # all of them: handles of one that was too small stay good
+        self.kinds: dict[tuple[Any, ...], Any] = {}  # what repeated calls need, by their sizes and options
 
     def require_open(self) -> None:
         """Raise Closed after close()."""
@@ -74,31 +81,32 @@ class Pool:
 
     def close(self) -> None:
         """Give all memory back.  Idempotent."""
-        if self._presence is not None and not self._opened and not self.closed:
+        if self._presence is not None and not self.opened and not self.closed:
             self._presence.leave()
         self.closed = True
         self.calls.stop()
-        for buffer in self._opened:
+        for buffer in self.opened.values():
             buffer.close()
         self._by_sizes.clear()
+        self.kinds.clear()
         self.receiving.clear()
 
     def release_memory(self) -> None:
         """Give the memory of outputs back until restore(): Buffer.release_memory() of each Buffer.  Collective."""
         self.require_open()
-        for buffer in self._opened:
+        for buffer in self.opened.values():
             buffer.release_memory()
 
     def restore(self) -> None:
         """Take the memory again.  Collective."""
         self.require_open()
-        for buffer in self._opened:
+        for buffer in self.opened.values():
             buffer.restore()
 
     @property
     def nbytes(self) -> int:
         """Bytes of this rank's windows."""
-        return sum(buffer.nbytes for buffer in self._opened)
+        return sum(buffer.nbytes for buffer in self.opened.values())
 
     def get(self, key: tuple[Any, ...], open_: Callable[[], Buffer]) -> Buffer:
         """The Buffer of a key; `open_` makes it when the key is new."""
@@ -114,22 +122,23 @@ class Pool:
         if hook is not None:
             hook()
 
-    def check_owner(self, handle: Handle) -> None:
-        """Raise BadInput or Closed unless one of our Buffers made the handle, and none has been closed."""
+    def native_of(self, handle: Any, kind: type[_Handle], want: str) -> Handle:
+        """Return moecomm's handle in a handle of deep_ep.
+
+        Raises:
+            BadInput: not of this kind, for which the text has `want`, or of another buffer.
+            Closed: this buffer, or the other one.
+        """
+        if not isinstance(handle, kind):
+            raise BadInput("handle", type(handle).__name__, want)
         if self.closed:
             raise Closed("deep_ep buffer")
-        if self.owner(handle) is None:
-            if handle.rounds.closed:
+        native: Handle = handle.native
+        if native.rounds not in self.opened:
+            if native.rounds.closed:
                 raise Closed("handle's buffer")
             raise BadInput("handle", "one of another buffer", "one of this buffer")
-
-    def owner(self, handle: Handle) -> Buffer | None:
-        """The Buffer of this pool that made the handle, if there is one."""
-        rounds = handle.rounds
-        for buffer in self._opened:  # a generator takes longer, and every combine asks
-            if buffer.rounds is rounds:
-                return buffer
-        return None
+        return native
 
     def flat(
         self,
@@ -269,7 +278,7 @@ class Pool:
             buffer = self._presence.open_without(self._members, open_one)
         else:
             buffer = open_one(self.ranks)
-        self._opened.append(buffer)
+        self.opened[buffer.rounds] = buffer
         self.calls.opened(buffer.rounds)
         return buffer
 
@@ -331,7 +340,7 @@ class OverPool(Bound):
         return None if self._pool.closed else self
 
 
-counted_by_pool = counted(lambda self: self._pool.calls)  # decorates collective methods
+counted_by_pool = counted(attrgetter("_pool.calls"))  # decorates collective methods
 
 
 def ask_to_grow(

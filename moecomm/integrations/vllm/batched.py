@@ -14,7 +14,7 @@ from vllm.v1.worker.ubatching import dbo_maybe_run_recv_hook
 
 from moecomm import combine as combining
 from moecomm.base.placement import Placement
-from moecomm.buffer import Buffer
+from moecomm.compat.deep_ep.arrival import Arrival
 from moecomm.errors import BadInput, Unsupported
 from moecomm.integrations.vllm.managers import OpenedBuffers
 from moecomm.integrations.vllm.quantization import Cast, cast, for_experts, is_cast_first
@@ -110,8 +110,8 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         )
         self._slots.put(Sent(routed.handle, (*sent, ids, weights)))
         arrival = Arrival(buffer, routed)
-        pool.receiving[id(buffer)] = arrival.end_early
-        return arrival.wait, lambda: self._receive(routed, sent.dtype, quant_config)
+        pool.receiving[id(buffer)] = arrival.receive_early
+        return arrival, lambda: self._receive(routed, sent.dtype, quant_config)
 
     def prepare(
         self,
@@ -216,34 +216,6 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         )
         hook()
         receive()
-
-
-class Arrival:
-    """Waits for the rows of a dispatch, once: in its hook, or before the next dispatch begins if that comes first."""
-
-    def __init__(self, buffer: Buffer, routed: Routed) -> None:
-        self._buffer = buffer
-        self._routed: Routed | None = routed
-        self._ended_early: torch.cuda.Event | None = None
-
-    def wait(self) -> None:
-        """Let the current stream wait for the rows.  A second call does nothing."""
-        self._end()
-        if self._ended_early is not None:  # maybe on another stream
-            torch.cuda.current_stream(self._buffer.device).wait_event(self._ended_early)
-
-    def end_early(self) -> None:
-        """Receive the rows on the current stream, before the hook is called, unless it has been called."""
-        if self._end() and self._buffer.device.type == "cuda":
-            self._ended_early = torch.cuda.current_stream(self._buffer.device).record_event()
-
-    def _end(self) -> bool:
-        """Return whether this call ends the dispatch."""
-        routed, self._routed = self._routed, None  # so that the window has its memory back
-        if routed is None or self._buffer.rounds.begun is not routed:
-            return False
-        self._buffer.dispatch_end(routed, sync=False)
-        return True
 
 
 def _placement(global_to_physical: torch.Tensor, ranks: int) -> Placement:
