@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import inspect
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,6 +36,9 @@ class Arguments(Extension):
 
     def on_function(self, *, func: Function, **_: Any) -> None:
         """Change a function."""
+        takes = any(str(decorator.value).startswith("takes(") for decorator in func.decorators)
+        if takes and func.module.path.startswith("moecomm.compat."):  # integrations import what may not be here
+            func.parameters = _taken(func)
         _split(func.docstring, func.parameters)
 
     def on_class(self, *, cls: Class, **_: Any) -> None:
@@ -61,6 +66,17 @@ def _show_options(call: Function, options: Class) -> None:
     for section in call.docstring.parsed:
         if section.kind is DocstringSectionKind.parameters:
             section.value = [one for own in section.value for one in (rows if own.name == OPTIONS else [own])]
+
+
+def _taken(func: Function) -> Parameters:
+    """Return the parameters of a method that moecomm.compat.names.takes() decorates."""
+    kind = getattr(importlib.import_module(func.module.path), func.parent.name)
+    given = inspect.signature(getattr(kind, func.name)).parameters.values()
+    found = []
+    for one in given:
+        default = None if one.default is one.empty else repr(one.default)
+        found.append(Parameter(one.name, kind=ParameterKind.positional_or_keyword, default=default))
+    return Parameters(*found)
 
 
 def _split(docstring: Docstring | None, parameters: Parameters) -> None:

@@ -26,7 +26,7 @@ from moecomm.base.bound import Bound
 from moecomm.base.validation import MOST_SIZE, check_alignment, check_flags, check_integer
 from moecomm.compat.deep_ep.budget import within_budgets
 from moecomm.compat.deep_ep.lazy import source
-from moecomm.compat.deep_ep.pool import Pool, check_dimensions, check_experts, counted_by_pool, limit_of
+from moecomm.compat.deep_ep.pool import Pool, check_dimensions, check_experts, counted_by_pool, limit_of, refuse
 from moecomm.dispatch import Options, Request, dispatch
 from moecomm.errors import BadInput, Unsupported
 from moecomm.gpu import padding
@@ -158,7 +158,7 @@ def ep_bootstrap(
     if _group is not None:
         raise BadInput("ep_bootstrap", "a second one", "ep_finalize() before it")
     check_flags(zero_copy=zero_copy, drop_on_overflow=drop_on_overflow)
-    _refuse(zero_copy=zero_copy)
+    refuse("te_ep", zero_copy=zero_copy)
     for name, value in (("max_tokens_per_rank", max_tokens_per_rank), ("hidden_dim", hidden_dim)):
         check_integer(name, value, 1, MOST_SIZE)
     check_integer("num_topk", num_topk, 1)
@@ -262,7 +262,7 @@ def ep_dispatch(
     Raises:
         As Buffer.dispatch; Unsupported.
     """
-    _refuse(recv_tokens=recv_tokens, recv_topk_weights=recv_topk_weights)
+    refuse("te_ep", recv_tokens=recv_tokens, recv_topk_weights=recv_topk_weights)
     check_dimensions("tokens", tokens, "tokens", "hidden")
     check_dimensions("topk_idx", topk_idx, "tokens", "topk")
     check_dimensions("topk_weights", topk_weights, "tokens", "topk")
@@ -294,7 +294,7 @@ def ep_combine(
     Raises:
         As Buffer.combine; BadInput without a dispatch before it; Unsupported.
     """
-    _refuse(grad_out=grad_out)
+    refuse("te_ep", grad_out=grad_out)
     check_dimensions("expert_out", expert_out, "rows", "hidden")
     if buffer.handle is None:
         raise BadInput("ep_combine", "no dispatch before it", "ep_dispatch with the same buffer")
@@ -404,13 +404,6 @@ def _bootstrapped(name: str) -> _Group:
     if _group is None:
         raise BadInput(name, "no ep_bootstrap before it", "ep_bootstrap first")
     return _group
-
-
-def _refuse(**options: object) -> None:
-    """Raise Unsupported for an option that is given."""
-    for name, value in options.items():
-        if value is not None and value is not False:
-            raise Unsupported(f"{name}: see moecomm.compat.te_ep for what is not supported")
 
 
 def symm_mem_alloc(*shape: Any, **options: Any) -> NoReturn:

@@ -16,8 +16,8 @@ import torch
 from moecomm import ops
 from moecomm.base.choices import BackendName
 from moecomm.buffer import Buffer
-from moecomm.compat.deep_ep.pool import ask_to_grow, asks_to_grow
-from moecomm.errors import Mismatch, Unsupported
+from moecomm.compat.deep_ep.pool import grown
+from moecomm.errors import Unsupported
 from moecomm.nn.buffers import shared_buffer
 from moecomm.ops.rounds import wanted_gradients
 from moecomm.ranks.opening import gather
@@ -114,18 +114,22 @@ class ExpertParallel(EPImplementation):  # type: ignore[misc]
         buffer = self._buffers.get(key)
         if buffer is None or buffer.closed:
             buffer = self._buffers[key] = self._open(x, ids.shape[1], self.max_tokens)
-        if len(x) > buffer.max_tokens:
-            ask_to_grow(buffer, x, ids.long(), None, "expert", gradients=wanted_gradients(x, weights))
-        else:
-            try:
-                return self._dispatch(buffer, x, ids, weights)
-            except Mismatch as error:
-                if not asks_to_grow(error):
-                    raise
-        self._outgrown.append(buffer)
-        least = buffer.max_tokens + buffer.max_tokens // 4
-        buffer = self._buffers[key] = self._open(x, ids.shape[1], None, least)
-        return self._dispatch(buffer, x, ids, weights)
+
+        def larger() -> Buffer:
+            self._outgrown.append(buffer)
+            least = buffer.max_tokens + buffer.max_tokens // 4
+            self._buffers[key] = self._open(x, ids.shape[1], None, least)
+            return self._buffers[key]
+
+        return grown(
+            buffer,
+            x,
+            ids.long(),
+            lambda buffer: self._dispatch(buffer, x, ids, weights),
+            larger,
+            layout="expert",
+            gradients=wanted_gradients(x, weights),
+        )
 
     def _dispatch(self, buffer: Buffer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> ops.Dispatched:
         # The experts read only rows that the counts cover.

@@ -6,17 +6,31 @@ from typing import Any
 
 import torch
 
+from moecomm import combine as combining
 from moecomm.base.arrays import has_memory
 from moecomm.base.protocol import MAX_RANKS
-from moecomm.base.validation import check_flag, check_integer, check_sizes
+from moecomm.base.validation import check_flag, check_integer, check_same_device, check_sizes
 from moecomm.compat.deep_ep import layout, normal
 from moecomm.compat.deep_ep.config import Config, check_even_sms
 from moecomm.compat.deep_ep.event import EventHandle, EventOverlap, finished, uses_cuda, wait_for
+from moecomm.compat.deep_ep.layout import NormalHandle, normal_handle
 from moecomm.compat.deep_ep.low_latency import LowLatency
-from moecomm.compat.deep_ep.pool import Pool, check_dimensions, check_experts, counted_by_pool, not_here
-from moecomm.errors import BadInput, Unsupported
+from moecomm.compat.deep_ep.pool import (
+    Pool,
+    check_dimensions,
+    check_experts,
+    counted_by_pool,
+    described,
+    not_here,
+    refuse,
+)
+from moecomm.dispatch import dispatch as run_dispatch
+from moecomm.errors import BadInput
 from moecomm.ranks.settings import Settings
+from moecomm.rounds.call_count import CountedCall
 
+_SUMS = combining.Request(sum_grads=True, bias_first=True)
+_HANDLE = "the handle, as it is, that dispatch returned"
 _TOPK_HINT = 32  # of size hints, whose callers do not say it: the most there can be
 
 
@@ -49,7 +63,7 @@ class Buffer(LowLatency):
         use_fabric: bool = False,
         allow_nvlink_for_normal_mode: bool = True,
     ) -> None:
-        normal.check_nothing(comm=comm)
+        refuse("deep_ep", comm=comm)
         if group is None:
             raise BadInput("group", "None", "a process group")
         check_integer("num_nvl_bytes", num_nvl_bytes, 0)
@@ -103,17 +117,11 @@ class Buffer(LowLatency):
         """A Config with the current number of SMs; any number of ranks will do."""
         return Config(Buffer.num_sms)
 
-    def get_comm_stream(self) -> torch.cuda.Stream:
-        """The current stream, which is where moecomm works."""
-        if not uses_cuda():
-            raise Unsupported("get_comm_stream: CPU ranks have no stream")
-        return torch.cuda.current_stream()
-
     def get_local_buffer_tensor(
         self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
     ) -> torch.Tensor:
         """Without `size`: an empty tensor, so that code which zeroes the buffer to reset it runs: nothing needs it."""
-        normal.check_nothing(size=size, offset=offset)
+        refuse("deep_ep", size=size, offset=offset)
         if not isinstance(dtype, torch.dtype):
             raise BadInput("dtype", repr(dtype), "a dtype")
         return torch.empty(0, dtype=dtype, device="cuda" if uses_cuda() else "cpu")
@@ -176,20 +184,54 @@ class Buffer(LowLatency):
         if handle is not None:
             if topk_idx is not None or topk_weights is not None:
                 raise BadInput("handle", "topk_idx or topk_weights beside it", "rows only: it repeats a routing")
-            return normal.repeat(pool, x, handle, num_sms), None, None, None, None, finished(async_finish)
-        made = normal.dispatch(
-            pool,
-            x,
-            is_token_in_rank,
-            num_tokens_per_expert,
-            topk_idx,
-            topk_weights,
-            expert_alignment,
-            num_worst_tokens,
-            num_sms,
-            Buffer.num_sms if config is None else config.num_sms,
-        )
-        return (*made, finished(async_finish))
+            given = normal.unpack_all(x)
+            native = pool.native_of(handle, NormalHandle, _HANDLE)
+            pool.calls.begin(native.rounds)
+            more: dict[str, Any] = {"scales": given.scales, "extras": given.extras, "handle": native, "sync": False}
+            routed = run_dispatch(native.rounds, normal.limited(num_sms), given.rows, **more)
+            recv_x = given.arrived(routed.x, routed.scales, routed)
+            return recv_x, None, None, None, None, finished(async_finish)
+        given = normal.unpack_all(x)
+        if num_tokens_per_expert is None:
+            raise BadInput("num_tokens_per_expert", "None", "what get_dispatch_layout returned, or handle=")
+        check_integer("expert_alignment", expert_alignment, 1)
+        check_integer("num_worst_tokens", num_worst_tokens, 0)
+        check_dimensions("num_tokens_per_expert", num_tokens_per_expert, "experts")
+        num_experts, ids = num_tokens_per_expert.shape[0], topk_idx
+        if ids is None:
+            check_experts(num_experts, self.group_size)
+            if topk_weights is not None:
+                raise BadInput("topk_weights", "a tensor", "topk_idx beside it")
+            if num_worst_tokens:
+                want = "topk_idx beside it: it says which rows are in use"
+                raise BadInput("num_worst_tokens", num_worst_tokens, want)
+            if num_tokens_per_expert.dtype not in (torch.int32, torch.int64):
+                raise BadInput("num_tokens_per_expert", described(num_tokens_per_expert), "int32 [experts]")
+            if is_token_in_rank is not None:
+                places = {"is_token_in_rank": is_token_in_rank, "num_tokens_per_expert": num_tokens_per_expert}
+                check_same_device(x=given.rows, **places)
+            ids = normal.an_expert_of_each_rank(is_token_in_rank, num_experts, self.group_size)
+        elif isinstance(ids, torch.Tensor):
+            check_dimensions("topk_idx", ids, "tokens", "topk")
+        routed = normal.route(pool, given, ids, topk_weights, num_experts, num_worst_tokens, num_sms)
+        made = normal_handle(routed.handle, Buffer.num_sms if config is None else config.num_sms)
+        found: tuple[Any, ...]
+        if routed.form is None:  # all in one step
+            found = routed.plan.flat_tensors(routed)
+        else:
+            found = routed.x, routed.scales, routed.topk_idx, routed.topk_weights
+        recv, recv_scales, recv_topk_idx, recv_topk_weights = found
+        recv_x = given.arrived(recv, recv_scales, routed)
+        if topk_idx is None:
+            with CountedCall(pool.calls):  # another round
+                counts = normal.exchange_counts(pool, num_tokens_per_expert)
+            recv_topk_idx = None
+        else:
+            counts = [] if num_worst_tokens else routed.tokens_per_expert.tolist()
+        if topk_weights is None:
+            recv_topk_weights = None
+        counts = normal.aligned(counts, expert_alignment)
+        return recv_x, recv_topk_idx, recv_topk_weights, counts, made, finished(async_finish)
 
     @counted_by_pool
     def combine(
@@ -212,7 +254,12 @@ class Buffer(LowLatency):
             check_flag("async_finish", async_finish)
         if previous_event is not None:
             wait_for(previous_event)
-        out, weights = normal.combine(self._pool, x, handle, topk_weights, bias, self._limit(config, x))
+        num_sms, native = self._limit(config, x), self._pool.native_of(handle, NormalHandle, _HANDLE)
+        self._pool.calls.begin(native.rounds, combines=True)
+        total = None if bias is None else normal.one_bias(bias)
+        request = _SUMS if num_sms is None else _SUMS._replace(options=combining.Options(num_sms=num_sms))
+        out = combining.combine(native.rounds, request, x, native, bias=total, weight_grads=topk_weights)
+        out, weights = (out, None) if topk_weights is None else out
         return out, weights, finished(async_finish)
 
     internode_dispatch = staticmethod(not_here("internode_dispatch", "call dispatch, which serves every rank"))

@@ -8,9 +8,9 @@ import torch
 
 from moecomm.base.validation import check_integer
 from moecomm.compat.deep_ep.base import BufferBase
-from moecomm.compat.deep_ep.event import uses_cuda
+from moecomm.compat.deep_ep.event import comm_stream
 from moecomm.compat.deep_ep.pool import not_here
-from moecomm.errors import BadInput, Unsupported
+from moecomm.errors import BadInput
 from moecomm.ranks.rendezvous import rendezvous
 
 __all__ = [
@@ -69,9 +69,7 @@ def get_comm_stream(buffer: Any) -> torch.cuda.Stream:
     Raises:
         Unsupported: CPU ranks have no stream.
     """
-    if not uses_cuda():
-        raise Unsupported("get_comm_stream: CPU ranks have no stream")
-    return torch.cuda.current_stream()
+    return comm_stream()
 
 
 def get_physical_domain_size(group_or_buffer: Any) -> tuple[int, int]:

@@ -39,29 +39,39 @@ _Room = tuple[Buffer, int | None, dispatch.Options]  # for what rows to make roo
 _WEIGHTS_HIDDEN = 8  # columns of the rows that routing weights travel beside: 16 bytes, the least there is
 
 
-class ElasticRounds(BufferBase):
-    """Dispatch and combine of deep_ep 2; see its documentation, and the package for differences.
+# Parameters of calls: those of a constructor, a dispatch and a combine that both versions have in the same places.
+SIZES = "num_max_tokens_per_rank=0 hidden=0 num_topk=0 use_fp8_dispatch=False"
+SETTINGS = "deterministic=False allow_hybrid_mode=True allow_multiple_reduction=True prefer_overlap_with_compute=True"
+LIMITS = "num_allocated_qps=0 num_cpu_timeout_secs=300 num_gpu_timeout_secs=100 explicitly_destroy=False"
+DISPATCH = (
+    "x topk_idx=None topk_weights=None cumulative_local_expert_recv_stats=None num_experts=None"
+    " num_max_tokens_per_rank=None expert_alignment=None num_sms=0 num_qps=0 previous_event=None"
+)
+COMBINE = "x handle topk_weights=None bias=None num_sms=0 num_qps=0 previous_event=None"
+SMS = "num_experts num_topk num_scaleout_topk=0 rdma_gbs=0 nvlink_gbs=0"
+STREAMS = "async_with_compute_stream=False allocate_on_comm_stream=False"
+ROWS = "do_cpu_sync=None do_expand=False do_zero_padding=False use_tma_aligned_col_major_sf=False"
 
-    Memory is taken by the first call with new sizes, on all ranks alike.  `num_bytes`, if given, is the least that a
-    window gets.  `num_gpu_timeout_secs` is how long any wait may take.  `allow_multiple_reduction` lets the sum of a
-    rank's rows be rounded before it travels (do_expand).  Rows are always in the same order: `deterministic` changes
-    nothing, nor do the settings for RDMA.
-    """
+
+class ElasticRounds(BufferBase):
+    """Rounds of deep_ep 2.  See ElasticBuffer for the arguments."""
 
     def __init__(
         self,
         group: Any,
+        *,
         num_bytes: int | None,
         num_max_tokens_per_rank: int,
         hidden: int,
         num_topk: int,
-        deterministic: bool,
-        allow_hybrid_mode: bool,
         allow_multiple_reduction: bool,
         prefer_overlap_with_compute: bool,
         num_allocated_qps: int,
         num_gpu_timeout_secs: int,
+        deterministic: bool,
+        allow_hybrid_mode: bool,
         explicitly_destroy: bool,
+        **_: Any,
     ) -> None:
         if group is None:
             raise BadInput("group", "None", "a process group")
@@ -115,12 +125,6 @@ class ElasticRounds(BufferBase):
         """An event on the current stream."""
         return EventHandle()
 
-    def get_comm_stream(self) -> torch.cuda.Stream:
-        """The current stream, which is where moecomm works."""
-        if not uses_cuda():
-            raise Unsupported("get_comm_stream: CPU ranks have no stream")
-        return torch.cuda.current_stream()
-
     def get_physical_domain_size(self) -> tuple[int, int]:
         """RDMA ranks, 1, and NVLink ranks, all."""
         return 1, self.num_ranks
@@ -145,6 +149,7 @@ class ElasticRounds(BufferBase):
     def _dispatch(
         self,
         x: Any,
+        *,
         topk_idx: torch.Tensor | None,
         topk_weights: torch.Tensor | None,
         cumulative_local_expert_recv_stats: torch.Tensor | None,
@@ -160,6 +165,7 @@ class ElasticRounds(BufferBase):
         do_expand: bool,
         do_zero_padding: bool,
         use_tma_aligned_col_major_sf: bool,
+        **_: Any,
     ) -> tuple[Any, torch.Tensor | None, torch.Tensor | None, EPHandle, EventOverlap]:
         for previous in events:
             wait_for(previous)
@@ -240,12 +246,14 @@ class ElasticRounds(BufferBase):
     def _combine(
         self,
         x: torch.Tensor,
+        *,
         handle: EPHandle,
         topk_weights: torch.Tensor | None,
         bias: Any,
         num_sms: int,
         events: tuple[Any, ...],
         async_with_compute_stream: bool,
+        **_: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
         for previous in events:
             wait_for(previous)

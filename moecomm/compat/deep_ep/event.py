@@ -9,12 +9,19 @@ from typing import Any
 import torch
 
 from moecomm.base.validation import check_flag
-from moecomm.errors import BadInput
+from moecomm.errors import BadInput, Unsupported
 
 
 def uses_cuda() -> bool:
     """Return whether this process has used CUDA; asking does not start it."""
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def comm_stream() -> torch.cuda.Stream:
+    """Return the current stream, which is where moecomm works.  Raises Unsupported: CPU ranks have no stream."""
+    if not uses_cuda():
+        raise Unsupported("get_comm_stream: CPU ranks have no stream")
+    return torch.cuda.current_stream()
 
 
 class EventHandle:

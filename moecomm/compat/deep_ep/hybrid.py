@@ -15,20 +15,19 @@ from moecomm.buffer import Buffer
 from moecomm.compat.deep_ep.budget import within_budgets
 from moecomm.compat.deep_ep.hybrid_handle import HybridEPHandle, as_number, check_map, indices_to_map
 from moecomm.compat.deep_ep.lazy import source
-from moecomm.compat.deep_ep.normal import check_nothing
 from moecomm.compat.deep_ep.pool import (
     OverPool,
     Pool,
-    ask_to_grow,
-    asks_to_grow,
     check_dimensions,
     check_experts,
     counted_by_pool,
+    grown,
     limit_of,
     not_here,
+    refuse,
 )
 from moecomm.dispatch import Options, Request, dispatch
-from moecomm.errors import BadInput, Mismatch
+from moecomm.errors import BadInput
 from moecomm.gpu import padding
 from moecomm.gpu.routing_map import ids_of, weights_at
 from moecomm.routed import Handle, Routed
@@ -181,7 +180,7 @@ class HybridEPBuffer(OverPool):
             raise BadInput("num_permuted_tokens", "None", "rows to make room for, beside non_blocking")
         if handle is not None:
             native = self._pool.native_of(handle, HybridEPHandle, _HANDLE)
-            check_nothing(topk_weights=topk_weights, probs=probs)  # beside a handle
+            refuse("deep_ep", topk_weights=topk_weights, probs=probs)  # beside a handle
             if num_permuted_tokens not in (None, handle.rows):
                 raise BadInput("num_permuted_tokens", num_permuted_tokens, f"{handle.rows}: the handle's")
             options = self._options_of(hidden, 1)
@@ -343,16 +342,16 @@ class HybridEPBuffer(OverPool):
         request = Request(options)
         if rows is not None:
             return dispatch(buffer.rounds, request, hidden, ids, weights, scales=scales, max_rows=rows, sync=False)
-        if len(hidden) > buffer.max_tokens:
-            ask_to_grow(buffer, hidden, ids, scales, "expert", options.expert_alignment)
-        else:
-            try:
-                return dispatch(buffer.rounds, request, hidden, ids, weights, scales=scales, sync=True)
-            except Mismatch as error:
-                if not asks_to_grow(error):
-                    raise
-        buffer = self._buffer(hidden, routing, rows, grow=True)
-        return dispatch(buffer.rounds, request, hidden, ids, weights, scales=scales, sync=True)
+        return grown(
+            buffer,
+            hidden,
+            ids,
+            lambda buffer: dispatch(buffer.rounds, request, hidden, ids, weights, scales=scales, sync=True),
+            lambda: self._buffer(hidden, routing, rows, grow=True),
+            scales=scales,
+            layout="expert",
+            alignment=options.expert_alignment,
+        )
 
     def _buffer(self, hidden: torch.Tensor, routing: _Routing, rows: int | None, *, grow: bool) -> Buffer:
         dtype = torch.bfloat16 if hidden.dtype is torch.float8_e4m3fn else hidden.dtype

@@ -17,8 +17,7 @@ from moecomm.compat.deep_ep.arrival import Arrival
 from moecomm.compat.deep_ep.event import EventOverlap, finished
 from moecomm.compat.deep_ep.lazy import LazyTuple, source, tokens_per_expert
 from moecomm.compat.deep_ep.masks import MaskBuffer
-from moecomm.compat.deep_ep.normal import check_nothing
-from moecomm.compat.deep_ep.pool import Pool, check_dimensions, check_experts, check_stats, counted_by_pool
+from moecomm.compat.deep_ep.pool import Pool, check_dimensions, check_experts, check_stats, counted_by_pool, refuse
 from moecomm.compat.deep_ep.waits import WaitCost
 from moecomm.dispatch import Options, Request, dispatch, dispatch_begin
 from moecomm.dispatch.tables import table
@@ -127,7 +126,7 @@ class LowLatency(MaskBuffer):
         moecomm.formats; without `use_nvfp4` it is not read.
         """
         if not (num_sms is None and use_ue8m0_for_sf is False):
-            check_nothing(use_ue8m0_for_sf=use_ue8m0_for_sf, num_sms=num_sms)
+            refuse("deep_ep", use_ue8m0_for_sf=use_ue8m0_for_sf, num_sms=num_sms)
         if {type(use_fp8), type(round_scale), type(use_ue8m0), type(use_nvfp4)} != {bool}:
             check_flags(use_fp8=use_fp8, round_scale=round_scale, use_ue8m0=use_ue8m0, use_nvfp4=use_nvfp4)
         if use_nvfp4 and use_fp8:
@@ -245,7 +244,8 @@ class LowLatency(MaskBuffer):
         none = src_signals is None and src_signal_expect_value is None and packed_recv_count is None
         none = none and comp_signal is None and block_m is None and threshold is None and overlap is False
         if not (none and use_logfmt is False and num_sms is None):
-            check_nothing(
+            refuse(
+                "deep_ep",
                 use_logfmt=use_logfmt,
                 overlap=overlap,
                 src_signals=src_signals,

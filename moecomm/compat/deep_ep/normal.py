@@ -7,19 +7,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moecomm import combine as combining
-from moecomm.base.validation import check_dense, check_integer, check_same_device
+from moecomm.base.validation import check_dense, check_same_device
 from moecomm.buffer import Buffer
-from moecomm.compat.deep_ep.layout import NormalHandle, normal_handle
-from moecomm.compat.deep_ep.pool import Pool, ask_to_grow, asks_to_grow, check_dimensions, check_experts, described
+from moecomm.compat.deep_ep.pool import Pool, check_dimensions, described, grown
 from moecomm.dispatch import Options, Request
 from moecomm.dispatch import dispatch as run_dispatch
-from moecomm.errors import BadInput, Mismatch, Unsupported
-from moecomm.rounds.call_count import CountedCall
+from moecomm.errors import BadInput
 from moecomm.routed import Routed
 
-_FLAT, _SUMS = Options("flat"), combining.Request(sum_grads=True, bias_first=True)
-_HANDLE = "the handle, as it is, that dispatch returned"
 _PACKED = 8  # columns in an element of NVFP4 rows
 
 
@@ -39,82 +34,6 @@ class Given(NamedTuple):
         return (rows if self.dtype is None else rows.view(self.dtype), scales, *routed.extras)
 
 
-def dispatch(
-    pool: Pool,
-    x: Any,
-    is_token_in_rank: torch.Tensor | None,
-    num_tokens_per_expert: torch.Tensor | None,
-    topk_idx: torch.Tensor | None,
-    topk_weights: torch.Tensor | None,
-    expert_alignment: int,
-    num_worst_tokens: int,
-    num_sms: int | None,
-    channel_sms: int,
-) -> tuple[Any, Any, Any, list[int], NormalHandle]:
-    """recv_x, recv_topk_idx, recv_topk_weights, num_recv_tokens_per_expert_list, handle."""
-    given = _unpack_all(x)
-    if num_tokens_per_expert is None:
-        raise BadInput("num_tokens_per_expert", "None", "what get_dispatch_layout returned, or handle=")
-    check_integer("expert_alignment", expert_alignment, 1)
-    check_integer("num_worst_tokens", num_worst_tokens, 0)
-    check_dimensions("num_tokens_per_expert", num_tokens_per_expert, "experts")
-    num_experts = num_tokens_per_expert.shape[0]
-    ids = topk_idx
-    if ids is None:
-        check_experts(num_experts, pool.ranks.ranks)
-        if topk_weights is not None:
-            raise BadInput("topk_weights", "a tensor", "topk_idx beside it")
-        if num_worst_tokens:
-            raise BadInput("num_worst_tokens", num_worst_tokens, "topk_idx beside it: it says which rows are in use")
-        if num_tokens_per_expert.dtype not in (torch.int32, torch.int64):
-            raise BadInput("num_tokens_per_expert", described(num_tokens_per_expert), "int32 [experts]")
-        if is_token_in_rank is not None:
-            places = {"is_token_in_rank": is_token_in_rank, "num_tokens_per_expert": num_tokens_per_expert}
-            check_same_device(x=given.rows, **places)
-        ids = _an_expert_of_each_rank(is_token_in_rank, num_experts, pool.ranks.ranks)
-    elif isinstance(ids, torch.Tensor):
-        check_dimensions("topk_idx", ids, "tokens", "topk")
-    routed = route(pool, given, ids, topk_weights, num_experts, num_worst_tokens, num_sms)
-    handle = normal_handle(routed.handle, channel_sms)
-    if routed.form is None:
-        recv, recv_scales, recv_topk_idx, recv_topk_weights = routed.plan.flat_tensors(routed)
-    else:
-        recv, recv_scales, recv_topk_idx, recv_topk_weights = _read(routed)
-    recv_x = given.arrived(recv, recv_scales, routed)
-    if topk_idx is None:
-        with CountedCall(pool.calls):  # another round
-            counts = _aligned(_exchange_counts(pool, num_tokens_per_expert), expert_alignment)
-        return recv_x, None, None, counts, handle
-    counts = [] if num_worst_tokens else _aligned(routed.tokens_per_expert.tolist(), expert_alignment)
-    return recv_x, recv_topk_idx, None if topk_weights is None else recv_topk_weights, counts, handle
-
-
-def repeat(pool: Pool, x: Any, handle: Any, num_sms: int | None) -> Any:
-    """recv_x of rows that go where those of an earlier dispatch went."""
-    given = _unpack_all(x)
-    native = pool.native_of(handle, NormalHandle, _HANDLE)
-    pool.calls.begin(native.rounds)
-    options = _FLAT if num_sms is None else _limited(num_sms)
-    more: dict[str, Any] = {"scales": given.scales, "extras": given.extras}
-    routed = run_dispatch(native.rounds, Request(options), given.rows, handle=native, sync=False, **more)
-    return given.arrived(routed.x, routed.scales, routed)
-
-
-def combine(
-    pool: Pool, x: torch.Tensor, handle: Any, topk_weights: torch.Tensor | None, bias: Any, num_sms: int | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The plain sums over ranks: of rows, plus bias, and of top-k weights."""
-    native = pool.native_of(handle, NormalHandle, _HANDLE)
-    pool.calls.begin(native.rounds, combines=True)
-    total = None if bias is None else one_bias(bias)
-    request = _SUMS if num_sms is None else _SUMS._replace(options=combining.Options(num_sms=num_sms))
-    out = combining.combine(native.rounds, request, x, native, bias=total, weight_grads=topk_weights)
-    if topk_weights is None:
-        return out, None
-    both: tuple[torch.Tensor, torch.Tensor] = out
-    return both
-
-
 def unpack(x: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Rows, and scales if there are any, as moecomm takes them."""
     if isinstance(x, torch.Tensor) and x.layout is torch.strided and x.ndim == 2:
@@ -132,7 +51,7 @@ def unpack(x: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     return rows, scales
 
 
-def _unpack_all(x: Any) -> Given:
+def unpack_all(x: Any) -> Given:
     """Return what deep_ep's dispatch takes: rows; rows of one byte an element and scales; NVFP4 rows, scales, factors.
 
     The third is of deep_ep's branch hybrid-ep: int32 `[T, H/8]`, int32 `[T, n]` and float32 `[T, m]`.
@@ -148,10 +67,6 @@ def _unpack_all(x: Any) -> Given:
         got = ", ".join(described(tensor) for tensor in x)
         raise BadInput("x", got, "int32 [tokens, hidden / 8], int32 [tokens, hidden / 64], float32 [tokens, n]")
     return Given(rows, scales, (factors,), (rows.shape[1] * _PACKED, torch.bfloat16))
-
-
-def _read(routed: Routed) -> tuple[Any, Any, Any, Any]:
-    return routed.x, routed.scales, routed.topk_idx, routed.topk_weights
 
 
 def one_bias(bias: Any) -> Any:
@@ -184,28 +99,27 @@ def route(
     rows = given.rows
     buffer = pool.flat(rows, ids, num_experts, worst, combined=given.combined)
     pool.calls.begin(buffer.rounds)
-    request = Request(_FLAT if num_sms is None else _limited(num_sms))
+    request = limited(num_sms)
     more: dict[str, Any] = {"scales": given.scales, "extras": given.extras}
     if worst:
         return run_dispatch(buffer.rounds, request, rows, ids, weights, max_rows=worst, sync=False, **more)
-    if rows.shape[0] > buffer.max_tokens:
-        ask_to_grow(buffer, rows, ids, given.scales, extras=given.extras)
-    else:
-        try:
-            return run_dispatch(buffer.rounds, request, rows, ids, weights, sync=True, **more)
-        except Mismatch as error:
-            if not asks_to_grow(error):
-                raise
-    buffer = pool.flat(rows, ids, num_experts, worst, grow=True, combined=given.combined)
-    return run_dispatch(buffer.rounds, request, rows, ids, weights, sync=True, **more)
+    return grown(
+        buffer,
+        rows,
+        ids,
+        lambda buffer: run_dispatch(buffer.rounds, request, rows, ids, weights, sync=True, **more),
+        lambda: pool.flat(rows, ids, num_experts, worst, grow=True, combined=given.combined),
+        **more,
+    )
 
 
 @lru_cache(maxsize=64)
-def _limited(num_sms: int) -> Options:
-    return _FLAT._replace(num_sms=num_sms)
+def limited(num_sms: int | None) -> Request:
+    """Return the request of a flat dispatch."""
+    return Request(Options("flat", num_sms=num_sms))
 
 
-def _an_expert_of_each_rank(is_token_in_rank: torch.Tensor | None, num_experts: int, ranks: int) -> torch.Tensor:
+def an_expert_of_each_rank(is_token_in_rank: torch.Tensor | None, num_experts: int, ranks: int) -> torch.Tensor:
     """Ids that send every token where `is_token_in_rank` says."""
     if is_token_in_rank is None:
         raise BadInput("topk_idx", "None", "expert ids, is_token_in_rank or handle=")
@@ -216,7 +130,7 @@ def _an_expert_of_each_rank(is_token_in_rank: torch.Tensor | None, num_experts: 
     return torch.where(is_token_in_rank, first, -1)
 
 
-def _exchange_counts(pool: Pool, num_tokens_per_expert: torch.Tensor) -> list[int]:
+def exchange_counts(pool: Pool, num_tokens_per_expert: torch.Tensor) -> list[int]:
     """Everybody's tokens for our experts, as a small round of its own: rank r gets a row of counts from each."""
     ranks = pool.ranks.ranks
     local = len(num_tokens_per_expert) // ranks
@@ -229,12 +143,6 @@ def _exchange_counts(pool: Pool, num_tokens_per_expert: torch.Tensor) -> list[in
     return [int(count) for count in rows[:, :local].sum(dim=0).tolist()]
 
 
-def _aligned(counts: list[int], alignment: int) -> list[int]:
+def aligned(counts: list[int], alignment: int) -> list[int]:
+    """Return them rounded up."""
     return counts if alignment == 1 else [-(-count // alignment) * alignment for count in counts]
-
-
-def check_nothing(**options: object) -> None:
-    """Raise Unsupported for an option that is given (not None, False or 0) and that moecomm does not have."""
-    for name, value in options.items():
-        if value is not None and value is not False and not (isinstance(value, int) and value == 0):
-            raise Unsupported(f"{name}: see moecomm.compat.deep_ep for what is not supported")

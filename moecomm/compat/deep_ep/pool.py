@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -22,6 +22,7 @@ from moecomm.base.validation import MOST_SIZE, check_alignment, check_integer, i
 from moecomm.buffer import Buffer
 from moecomm.compat.deep_ep.absent import Presence
 from moecomm.compat.deep_ep.calls import Calls
+from moecomm.compat.deep_ep.event import comm_stream
 from moecomm.compat.deep_ep.room import Room, batched_room, room_for
 from moecomm.dispatch import dispatch
 from moecomm.dispatch.options import Gradients, Options, Request, check_num_sms
@@ -39,6 +40,9 @@ _TIMEOUT_S = 100.0  # of a wait, as in DeepEP's kernels (NUM_TIMEOUT_CYCLES)
 _LEAST_TOKENS = 128
 _MORE_TOKENS = 128  # than a rank has: padding to any expert_alignment then fits what moecomm takes for the worst case
 _MORE_ROWS = 4  # times those that the first caller asks for
+
+
+_Result = TypeVar("_Result")
 
 
 class _Handle(Protocol):
@@ -329,10 +333,21 @@ def not_here(name: str, instead: str = "see moecomm.compat.deep_ep for what is n
     return refuse
 
 
+def refuse(module: str, **options: object) -> None:
+    """Raise Unsupported for an option that is given (not None, False or 0) and that moecomm.compat's module lacks."""
+    for name, value in options.items():
+        if value is not None and value is not False and not (isinstance(value, int) and value == 0):
+            raise Unsupported(f"{name}: see moecomm.compat.{module} for what is not supported")
+
+
 class OverPool(Bound):
     """Base of the buffers of deep_ep."""
 
     _pool: Pool
+
+    def get_comm_stream(self) -> torch.cuda.Stream:
+        """The current stream, which is where moecomm works."""
+        return comm_stream()
 
     @property
     def runtime(self) -> Any:
@@ -343,32 +358,40 @@ class OverPool(Bound):
 counted_by_pool = counted(attrgetter("_pool.calls"))  # decorates collective methods
 
 
-def ask_to_grow(
+def grown(
     buffer: Buffer,
     x: torch.Tensor,
     topk_idx: torch.Tensor,
-    scales: torch.Tensor | None,
+    one: Callable[[Buffer], _Result],
+    larger: Callable[[], Buffer],
+    *,
+    scales: torch.Tensor | None = None,
     layout: Layout = "flat",
     alignment: int = 1,
     gradients: Gradients = Gradients.NONE,
     extras: tuple[torch.Tensor, ...] = (),
-) -> None:
-    """Tell the ranks that wait in a dispatch that this rank has more tokens than the Buffer takes."""
-    none = None if scales is None else scales[:0]
+) -> _Result:
+    """Dispatch; where a rank has more tokens than the Buffer takes, again with a larger one.
+
+    Args:
+        buffer: that all ranks have.
+        one: dispatches in a Buffer, and waits.
+        larger: opens a larger Buffer.  Collective.
+        x, topk_idx, scales, layout, alignment, gradients, extras: of the dispatch.
+    """
     try:
+        if x.shape[0] <= buffer.max_tokens:
+            return one(buffer)
+        none = None if scales is None else scales[:0]
         options = Options(layout, alignment)  # those of the ranks that wait: a difference would be told first
         request = Request(options, gradients=gradients, grow=True)
         how: dict[str, Any] = {"max_rows": 1, "sync": True}
         how["extras"] = tuple(extra[:0] for extra in extras)
         dispatch(buffer.rounds, request, x[:0].detach(), topk_idx[:0], scales=none, **how)
-    except Mismatch as error:  # unless all ranks asked
-        if not asks_to_grow(error):
+    except Mismatch as error:  # a rank has asked for a larger Buffer; where all have, there is none
+        if error.field != GROW:
             raise
-
-
-def asks_to_grow(error: Mismatch) -> bool:
-    """Return whether a rank, this one or another, has asked for a larger Buffer."""
-    return error.field == GROW
+    return one(larger())
 
 
 def described(value: Any) -> str:

@@ -16,7 +16,8 @@ from moecomm.compat.deep_ep.config import check_even_sms
 from moecomm.compat.deep_ep.event import EventOverlap, uses_cuda
 from moecomm.compat.deep_ep.low_latency import LowLatency, LowLatencyHandle
 from moecomm.compat.deep_ep.masks import write_mask
-from moecomm.compat.deep_ep.pool import Pool, check_dimensions, not_here
+from moecomm.compat.deep_ep.pool import Pool, check_dimensions, not_here, refuse
+from moecomm.compat.names import takes
 from moecomm.compat.nixl_ep.meeting import meet
 from moecomm.errors import BadInput, Closed, Unsupported
 from moecomm.membership.masking import is_masked
@@ -109,7 +110,7 @@ class Buffer(Bound):
         tcp_store_group: Any = None,
         timeout_ms: int = DEFAULT_TIMEOUT_MS,
     ) -> None:
-        _refuse(disable_ll_nvlink=disable_ll_nvlink, comm=comm)
+        refuse("nixl_ep", disable_ll_nvlink=disable_ll_nvlink, comm=comm)
         check_integer("rank", rank, 0, MAX_HOST_RANKS - 1)
         check_integer("timeout_ms", timeout_ms, 1)
         check_flag("low_latency_mode", low_latency_mode)
@@ -213,74 +214,41 @@ class Buffer(Bound):
         elif named:
             self._coming = self._coming or self._store()
 
+    @takes(
+        "x topk_idx num_max_dispatch_tokens_per_rank num_experts=None cumulative_local_expert_recv_stats=None"
+        " dispatch_wait_recv_cost_stats=None use_fp8=True round_scale=False use_ue8m0=False async_finish=False"
+        " return_recv_hook=False"
+    )
     def low_latency_dispatch(
-        self,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        num_max_dispatch_tokens_per_rank: int,
-        num_experts: int | None = None,
-        cumulative_local_expert_recv_stats: torch.Tensor | None = None,
-        dispatch_wait_recv_cost_stats: torch.Tensor | None = None,
-        use_fp8: bool = True,
-        round_scale: bool = False,
-        use_ue8m0: bool = False,
-        async_finish: bool = False,
-        return_recv_hook: bool = False,
+        self, *, topk_idx: torch.Tensor, num_experts: int | None, dispatch_wait_recv_cost_stats: Any, **given: Any
     ) -> tuple[Any, torch.Tensor, LowLatencyHandle, EventOverlap, Callable[[], None] | None]:
         """recv_x or (recv_x, scales), recv_count, handle, event, hook, as deep_ep's; R is the ranks that have met.
 
         `num_experts`: no less than those of the connected ranks.
         """
-        _refuse(dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats)
+        refuse("nixl_ep", dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats)
         met, experts = self._ranks(), self._experts_per_rank
         check_dimensions("topk_idx", topk_idx, "tokens", "topk")
         if num_experts is not None:
             least = (max(self._connected) + 1) * experts
             check_integer("num_experts", num_experts, least, self.group_size * experts)
         ids = met.ids(topk_idx, experts)
-        result = met.low_latency_dispatch(
-            x,
-            ids,
-            num_max_dispatch_tokens_per_rank,
-            met.group_size * experts,
-            cumulative_local_expert_recv_stats,
-            use_fp8=use_fp8,
-            round_scale=round_scale,
-            use_ue8m0=use_ue8m0,
-            async_finish=async_finish,
-            return_recv_hook=return_recv_hook,
-        )
+        result = met.low_latency_dispatch(topk_idx=ids, num_experts=met.group_size * experts, **given)
         result[2].given = topk_idx  # type: ignore[attr-defined]
         return result
 
+    @takes(
+        "x topk_idx topk_weights handle use_logfmt=False zero_copy=False async_finish=False return_recv_hook=False"
+        " out=None combine_wait_recv_cost_stats=None"
+    )
     def low_latency_combine(
-        self,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        topk_weights: torch.Tensor,
-        handle: Any,
-        use_logfmt: bool = False,
-        zero_copy: bool = False,
-        async_finish: bool = False,
-        return_recv_hook: bool = False,
-        out: torch.Tensor | None = None,
-        combine_wait_recv_cost_stats: torch.Tensor | None = None,
+        self, *, topk_idx: torch.Tensor, handle: Any, combine_wait_recv_cost_stats: Any, **given: Any
     ) -> tuple[torch.Tensor, EventOverlap, Callable[[], None] | None]:
         """combined_x, event, hook, as deep_ep's."""
-        _refuse(combine_wait_recv_cost_stats=combine_wait_recv_cost_stats)
+        refuse("nixl_ep", combine_wait_recv_cost_stats=combine_wait_recv_cost_stats)
         if topk_idx is getattr(handle, "given", None):
             topk_idx = handle.topk_idx
-        return self._ranks().low_latency_combine(
-            x,
-            topk_idx,
-            topk_weights,
-            handle,
-            use_logfmt=use_logfmt,
-            zero_copy=zero_copy,
-            async_finish=async_finish,
-            return_recv_hook=return_recv_hook,
-            out=out,
-        )
+        return self._ranks().low_latency_combine(topk_idx=topk_idx, handle=handle, **given)
 
     dispatch, combine = low_latency_dispatch, low_latency_combine
     get_dispatch_layout = staticmethod(not_here("get_dispatch_layout", _INSTEAD))
@@ -394,10 +362,3 @@ class Buffer(Bound):
 def _check_store(store: object) -> None:
     if store is not None and not all(hasattr(store, name) for name in ("set", "get", "check")):
         raise BadInput("tcp_store_group", type(store).__name__, "a torch.distributed.Store")
-
-
-def _refuse(**options: object) -> None:
-    """Raise Unsupported for an option that is given."""
-    for name, value in options.items():
-        if value is not None and value is not False:
-            raise Unsupported(f"{name}: see moecomm.compat.nixl_ep for what is not supported")

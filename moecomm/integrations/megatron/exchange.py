@@ -17,9 +17,8 @@ from moecomm import combine as combining
 from moecomm import dispatch
 from moecomm.base.choices import Quantize
 from moecomm.buffer import Buffer
-from moecomm.compat.deep_ep.pool import ask_to_grow, asks_to_grow
+from moecomm.compat.deep_ep.pool import grown
 from moecomm.dispatch.tables import over, tables_of
-from moecomm.errors import Mismatch
 from moecomm.gpu import padding
 from moecomm.integrations.megatron.buffers import PLAIN, Buffers, Formats, Key, Limits
 from moecomm.ops import handles
@@ -96,18 +95,17 @@ class ExpertExchange(Buffers):
         if buffer is None or buffer.closed:
             tokens = max(len(x), self.limits.max_tokens or 1)
             buffer = self._buffers[key] = self._open(key, tokens, self._window)
-        if len(x) > buffer.max_tokens:
-            ask_to_grow(buffer, x, topk_idx, None, "expert", alignment)
-        else:
-            try:
-                return self._dispatch(buffer, x, topk_idx, weights, alignment, quantize)
-            except Mismatch as error:
-                if not asks_to_grow(error):
-                    raise
-        # Handles of the smaller one stay good, and keep it, until the backward passes they wait for.
-        tokens = max(len(x), buffer.max_tokens + buffer.max_tokens // 4)
-        buffer = self._buffers[key] = self._open(key, tokens, self._window)
-        return self._dispatch(buffer, x, topk_idx, weights, alignment, quantize)
+
+        def larger() -> Buffer:
+            # Handles of the smaller one stay good, and keep it, until the backward passes they wait for.
+            tokens = max(len(x), buffer.max_tokens + buffer.max_tokens // 4)
+            self._buffers[key] = self._open(key, tokens, self._window)
+            return self._buffers[key]
+
+        def one(buffer: Buffer) -> Routed:
+            return self._dispatch(buffer, x, topk_idx, weights, alignment, quantize)
+
+        return grown(buffer, x, topk_idx, one, larger, layout="expert", alignment=alignment)
 
     def _dispatch(
         self,

@@ -86,7 +86,10 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         quant_config: Any,
         defer_input_quant: bool = False,
     ) -> tuple[Callable[[], None], Callable[[], Any]]:
-        """Sends; the first function that is returned waits for the rows, the second gives what prepare() does."""
+        """Sends; the first function that is returned waits for the rows, the second gives what prepare() does.
+
+        Rows `[E/R, R * max_tokens_per_rank, H]`, scales, counts int32 `[E/R]`, None, None.
+        """
         if defer_input_quant:
             raise Unsupported("defer_input_quant: batched rows are quantized here; choose experts that take them so")
         scale = quant_config.a2_scale if quant_config.a1_scale is None else quant_config.a1_scale
@@ -112,31 +115,6 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         arrival = Arrival(buffer, routed)
         pool.receiving[id(buffer)] = arrival.receive_early
         return arrival, lambda: self._receive(routed, sent.dtype, quant_config)
-
-    def prepare(
-        self,
-        a1: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        num_experts: int,
-        expert_map: torch.Tensor | None,
-        apply_router_weight_on_input: bool,
-        quant_config: Any,
-        defer_input_quant: bool = False,
-    ) -> Any:
-        """Rows `[E/R, R * max_tokens_per_rank, H]`, scales, counts int32 `[E/R]`, None, None.  Collective."""
-        hook, receive = self.prepare_async(
-            a1,
-            topk_weights,
-            topk_ids,
-            num_experts,
-            expert_map,
-            apply_router_weight_on_input,
-            quant_config,
-            defer_input_quant,
-        )
-        hook()
-        return receive()
 
     def _cast(self, rows: torch.Tensor, quant_config: Any) -> tuple[Cast, dict[str, Any]]:
         """Return rows as they are sent, and the options of a dispatch that casts them on the way."""
@@ -200,22 +178,6 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
             combining.combine(handle.rounds, combining.Request(options), y, handle, out=output)
 
         return self._beside.start(y.device, run), nothing
-
-    def finalize(
-        self,
-        output: torch.Tensor,
-        fused_expert_output: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: Any,
-    ) -> None:
-        """`output` `[T, H]` of the dtype of the rows, written in place, with the weights of prepare().  Collective."""
-        hook, receive = self.finalize_async(
-            output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input, weight_and_reduce_impl
-        )
-        hook()
-        receive()
 
 
 def _placement(global_to_physical: torch.Tensor, ranks: int) -> Placement:

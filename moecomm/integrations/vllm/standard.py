@@ -72,7 +72,11 @@ class StandardPrepareAndFinalize(PrepareAndFinalize):
         quant_config: Any,
         defer_input_quant: bool = False,
     ) -> Callable[[], Any]:
-        """Dispatches; the function that is returned gives what prepare() does."""
+        """Dispatches; the function that is returned gives what prepare() does.
+
+        Rows, scales, counts, global ids int64 `[rows, K]` and weights float32 `[rows, K]`.  Where an id is of another
+        rank's expert, some expert of another rank stands: vLLM's kernels know no -1.
+        """
         with CountedCall(self._rounds.pool.calls):  # no longer than until another micro-batch runs
             rows = weighted_input(a1, topk_weights, apply_router_weight_on_input)
             is_cast = not defer_input_quant and is_cast_first(self._rounds, quant_config)
@@ -85,33 +89,6 @@ class StandardPrepareAndFinalize(PrepareAndFinalize):
         self._slots.put(Sent(routed.handle, (given.rows, given.scales, ids, weights)))
         dbo_switch_to_compute_sync()
         return lambda: self._receive(routed, sent.dtype, num_experts, quant_config, defer_input_quant)
-
-    def prepare(
-        self,
-        a1: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        num_experts: int,
-        expert_map: torch.Tensor | None,
-        apply_router_weight_on_input: bool,
-        quant_config: Any,
-        defer_input_quant: bool = False,
-    ) -> Any:
-        """Rows, scales, counts, global ids int64 `[rows, K]` and weights float32 `[rows, K]`.  Collective.
-
-        Where an id is of another rank's expert, some expert of another rank stands: vLLM's kernels know no -1.
-        """
-        receive = self.prepare_async(
-            a1,
-            topk_weights,
-            topk_ids,
-            num_experts,
-            expert_map,
-            apply_router_weight_on_input,
-            quant_config,
-            defer_input_quant,
-        )
-        return receive()
 
     def _receive(
         self, routed: Routed, cast_to: torch.dtype | None, num_experts: int, quant_config: Any, defer_input_quant: bool
@@ -186,21 +163,6 @@ class StandardPrepareAndFinalize(PrepareAndFinalize):
             held.clear()  # not before: another stream has been reading it
 
         return receive
-
-    def finalize(
-        self,
-        output: torch.Tensor,
-        fused_expert_output: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: Any,
-    ) -> None:
-        """`output` `[T, H]` of the dtype of the rows, written in place.  Collective."""
-        receive = self.finalize_async(
-            output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input, weight_and_reduce_impl
-        )
-        receive()
 
 
 def _in_window(handle: Handle, dtype: torch.dtype) -> torch.Tensor | None:

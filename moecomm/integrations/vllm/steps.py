@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_enabled
 
 from moecomm import _native
+from moecomm.compat.names import takes
 from moecomm.errors import BadInput, Unsupported
 from moecomm.integrations.vllm.managers import OpenedBuffers
 from moecomm.rounds.call_count import counted
@@ -77,7 +79,7 @@ class BesideCaller:
         return wait
 
 
-counted_by_pool = counted(lambda self: self._rounds.pool.calls)  # decorates collective methods
+counted_by_pool = counted(attrgetter("_rounds.pool.calls"))  # decorates collective methods
 
 
 class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
@@ -104,6 +106,27 @@ class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[
     def supports_async(self) -> bool:
         """True."""
         return True
+
+    @takes(
+        "a1 topk_weights topk_ids num_experts expert_map apply_router_weight_on_input quant_config"
+        " defer_input_quant=False"
+    )
+    def prepare(self, **given: Any) -> Any:
+        """Rows, scales, counts, ids and weights: see prepare_async().  Collective."""
+        return _ended(self.prepare_async(**given))
+
+    @takes("output fused_expert_output topk_weights topk_ids apply_router_weight_on_input weight_and_reduce_impl")
+    def finalize(self, **given: Any) -> None:
+        """`output` `[T, H]` of the dtype of the rows, written in place, with the weights of prepare().  Collective."""
+        _ended(self.finalize_async(**given))
+
+
+def _ended(steps: Any) -> Any:
+    """Do the rest of a call: a function, or one that waits and one that has the result."""
+    *waits, result = steps if isinstance(steps, tuple) else (steps,)
+    for wait in waits:
+        wait()
+    return result()
 
 
 def nothing() -> None:
