@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, Protocol
@@ -141,9 +142,19 @@ class Chunk(NamedTuple):
     """Tokens of a dispatch that went in a round of their own."""
 
     tokens: slice  # of this rank
-    handle: Handle  # whose tables lie outside of the window
-    rows: torch.Tensor  # int64: the rows of the round that hold a token
+    handle: Any  # of the round; a Handle has its tables outside of the window
+    room: tuple[int, ...]  # shape of its rows, without their columns
+    rows: torch.Tensor  # int64: the rows of the round that hold a token, in order
     places: torch.Tensor  # int64: their rows in the whole
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the rows of the whole that are those of the round, where they were in it; else zeros."""
+        dims = len(self.room)
+        taken = whole.flatten(0, dims - 1)[self.places]
+        room = math.prod(self.room)
+        if len(taken) < room:
+            taken = taken.new_zeros((room, *taken.shape[1:])).index_copy(0, self.rows, taken)
+        return taken.view(*self.room, *taken.shape[1:])
 
 
 class ChunkedHandle(Handle):

@@ -21,26 +21,15 @@ def combine(given: Tensors, handle: ChunkedHandle, topk: int, one: Callable[...,
         topk: experts a token picks.
         one: combines such tensors with the handle of one chunk: y, handle, out, bias, weight_grads, topk_weights.
     """
-    y, dims = given.y.detach(), len(handle.y_shape) - 1
+    y = given.y.detach()
     out = y.new_empty((handle.num_tokens, y.shape[-1])) if given.out is None else given.out
     grads = None if given.weight_grads is None else y.new_empty((handle.num_tokens, topk), dtype=torch.float32)
     for chunk in handle.chunks:
-        tokens, here = chunk.tokens, in_window(chunk.handle)
+        tokens = chunk.tokens
         bias = given.bias if given.bias is None or given.bias.ndim == 1 else given.bias[tokens]
-
-        def rows(tensor: torch.Tensor | None, chunk: Any = chunk, here: Any = here) -> torch.Tensor | None:
-            if tensor is None:
-                return None
-            taken = tensor.flatten(0, dims - 1)[chunk.places]
-            if dims == 1:
-                return taken
-            shape = here.y_shape[:-1]
-            room = tensor.new_zeros((shape[0] * shape[1], *tensor.shape[2:]))
-            room[chunk.rows] = taken
-            return room.view(*shape, *tensor.shape[2:])
-
+        wanted = None if given.weight_grads is None else chunk.of(given.weight_grads)
         weights = None if given.topk_weights is None else given.topk_weights[tokens]
-        found = one(rows(y), here, bias, rows(given.weight_grads), weights)
+        found = one(chunk.of(y), in_window(chunk.handle), bias, wanted, weights)
         if grads is not None:
             found, grads[tokens] = found
         out[tokens] = found

@@ -25,9 +25,9 @@ from moecomm import combine as combining
 from moecomm.base.bound import Bound
 from moecomm.base.validation import MOST_SIZE, check_alignment, check_flags, check_integer
 from moecomm.compat.deep_ep.budget import within_budgets
-from moecomm.compat.deep_ep.lazy import source
 from moecomm.compat.deep_ep.pool import Pool, check_dimensions, check_experts, counted_by_pool, limit_of, refuse
 from moecomm.dispatch import Options, Request, dispatch
+from moecomm.dispatch.tables import kept
 from moecomm.errors import BadInput, Unsupported
 from moecomm.gpu import padding
 from moecomm.rounds.state import CollectiveCall
@@ -73,7 +73,7 @@ class _Rows(NamedTuple):
         rows = cls(x, None) if scales is None else cls(x.view(torch.uint8), scales.view(torch.uint8))
         for tensor in rows if zeros else ():
             if tensor is not None:
-                padding.zero(tensor, src=source(handle))
+                padding.zero(tensor, src=kept(handle, "src"))
         return rows
 
     def of_length(self, length: int) -> _Rows:

@@ -253,7 +253,8 @@ def _whole(rounds: Rounds, options: Options, arrived: list[_Arrived], tokens: in
         chunk.src[:, 1] += before[source]
         _put(src, places, chunk.src, len(shape))
         before += chunk.sent
-        chunks.append(Chunk(chunk.tokens, chunk.handle, chunk.rows, places))
+        room = plan.rows_shape(chunk.handle.args)
+        chunks.append(Chunk(chunk.tokens, chunk.handle, room, chunk.rows, places))
     per_expert = torch.stack([chunk.per_expert for chunk in arrived]).sum(0, dtype=torch.int32)
     counts = {
         "src": src,

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from moecomm import _native
 from moecomm.base.arrays import window_tensor
-from moecomm.routed import Handle, Routed
+from moecomm.routed import DispatchPlan, Handle, Routed
 
 _OF_ROUTE = ("token_rows", "token_owner", "token_slot", "sent", "ranges", "rows", "row_weights", "src", "forwarded")
 _COUNTS = ("tokens_per_expert", "rows_per_expert", "num_rows")
@@ -45,6 +45,18 @@ def table(handle: Handle, address: int, shape: tuple[int, ...], dtype: torch.dty
         return window_tensor(memory, address, shape, dtype, handle.plan.device, handle.plan.owner)
     first = (address & _MOST) - memory.data_ptr()
     return memory[first : first + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+
+class _Kept(NamedTuple):
+    handle: Handle
+    plan: DispatchPlan
+
+
+def kept(handle: Handle, name: str) -> torch.Tensor:
+    """Return a tensor of Routed that a handle keeps, by its name there: any but x, scales and extras."""
+    found = handle.plan.tensor(name, _Kept(handle, handle.plan))
+    assert found is not None, "of this layout"
+    return found
 
 
 def moved(args: _native.DispatchArgs, distance: int) -> _native.DispatchArgs:

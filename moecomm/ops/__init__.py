@@ -572,7 +572,7 @@ def _waiting(name: str, overflow: Overflow | None) -> Rounds | None:
     return owner if overflow == "chunks" or owner.on_cpu else None
 
 
-def _dispatched(arrived: chunks.Arrived | chunks.Whole, dropped: torch.Tensor | None = None) -> Dispatched:
+def _dispatched(arrived: chunks.Arrived, dropped: torch.Tensor | None = None) -> Dispatched:
     flat = arrived.topk_idx is not None
     return Dispatched(
         arrived.x,

@@ -15,10 +15,11 @@ from moecomm.dispatch.outputs import as_bytes
 from moecomm.ops import handles
 from moecomm.ops.handles import Handle
 from moecomm.rounds import names
+from moecomm.routed import Chunk
 
 
 class Arrived(NamedTuple):
-    """The outputs of one round: fields of moecomm.ops.Dispatched."""
+    """The outputs of one round, or of several: fields of moecomm.ops.Dispatched."""
 
     x: torch.Tensor
     tokens_per_expert: torch.Tensor
@@ -26,18 +27,8 @@ class Arrived(NamedTuple):
     src: torch.Tensor
     weights: torch.Tensor
     topk_idx: torch.Tensor | None
-    handle: Handle
+    handle: Any  # a Handle, or a ChunkedHandle of several rounds
     scales: torch.Tensor | None = None
-
-
-class Chunk(NamedTuple):
-    """Tokens that went in a round of their own."""
-
-    tokens: slice  # of this rank
-    handle: Handle
-    room: tuple[int, ...]  # shape of its rows, without H
-    rows: torch.Tensor  # int64: the rows of the round that hold a token
-    places: torch.Tensor  # int64: their rows in the whole
 
 
 class ChunkedHandle(NamedTuple):
@@ -56,26 +47,13 @@ class ChunkedHandle(NamedTuple):
         return handles.deep_copied(self, memo)
 
 
-class Whole(NamedTuple):
-    """The rows of all rounds."""
-
-    x: torch.Tensor
-    tokens_per_expert: torch.Tensor
-    num_rows: torch.Tensor
-    src: torch.Tensor
-    weights: torch.Tensor
-    topk_idx: torch.Tensor | None
-    handle: ChunkedHandle
-    scales: torch.Tensor | None = None
-
-
 def dispatch(
     buffer: str,
     layout: Layout,
     alignment: int,
     given: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
     one: Callable[..., Arrived],
-) -> Whole:
+) -> Arrived:
     """Dispatch tokens in as many rounds as it takes.
 
     Args:
@@ -124,7 +102,7 @@ def dispatch(
         Chunk(span, part.handle, tuple(part.src.shape[:-1]), held, places)
         for (span, part), held, places in zip(done, rows, where.places, strict=True)
     )
-    return Whole(
+    return Arrived(
         of_rows([part.x for part in parts]),
         torch.stack([part.tokens_per_expert for part in parts]).sum(0, dtype=torch.int32),
         where.num_rows,
@@ -152,9 +130,4 @@ def combine(
     y: torch.Tensor, handle: ChunkedHandle, one: Callable[[torch.Tensor, Handle], torch.Tensor]
 ) -> torch.Tensor:
     """Combine rows in the rounds of their dispatch.  `one` does so for some tokens."""
-    rows, outs = y.flatten(0, len(handle.room) - 1), []
-    for chunk in handle.chunks:
-        room = rows.new_zeros((math.prod(chunk.room), rows.shape[-1]))
-        part = room.index_copy(0, chunk.rows, rows[chunk.places]).view(*chunk.room, rows.shape[-1])
-        outs.append(one(part, chunk.handle))
-    return torch.cat(outs)
+    return torch.cat([one(chunk.of(y), chunk.handle) for chunk in handle.chunks])

@@ -15,7 +15,6 @@ from moecomm.buffer import Buffer
 from moecomm.compat.deep_ep.base import BufferBase
 from moecomm.compat.deep_ep.ep_handle import EPHandle, expanded_rows
 from moecomm.compat.deep_ep.event import EventHandle, EventOverlap, finished, uses_cuda, wait_for
-from moecomm.compat.deep_ep.lazy import source
 from moecomm.compat.deep_ep.normal import one_bias, unpack
 from moecomm.compat.deep_ep.pool import (
     Pool,
@@ -25,6 +24,7 @@ from moecomm.compat.deep_ep.pool import (
     check_stats,
     limit_of,
 )
+from moecomm.dispatch.tables import kept
 from moecomm.errors import BadInput, Unsupported
 from moecomm.gpu import padding
 from moecomm.ranks.rendezvous import rendezvous
@@ -332,7 +332,7 @@ class ElasticRounds(BufferBase):
 
 
 def _zero_padding(routed: Routed, x: torch.Tensor, scales: torch.Tensor | None) -> None:
-    src = source(routed.handle)
+    src = kept(routed.handle, "src")
     padding.zero(x, src=src)
     if scales is not None and scales.is_contiguous():
         padding.zero(scales, src=src)

@@ -7,8 +7,8 @@ from functools import cached_property
 import torch
 
 from moecomm.compat.deep_ep import layout
-from moecomm.compat.deep_ep.lazy import by_token, num_rows, of_chunks, source, tokens_per_expert
-from moecomm.dispatch.tables import table
+from moecomm.compat.deep_ep.lazy import by_token
+from moecomm.dispatch.tables import kept, table
 from moecomm.errors import BadInput
 from moecomm.routed import ChunkedHandle, Handle
 
@@ -60,7 +60,7 @@ class EPHandle:
         if not self.synced:
             return []
         align = self.expert_alignment
-        return [-(-count // align) * align for count in tokens_per_expert(self.native).tolist()]
+        return [-(-count // align) * align for count in kept(self.native, "tokens_per_expert").tolist()]
 
     @cached_property
     def num_recv_tokens(self) -> int:
@@ -87,12 +87,12 @@ class EPHandle:
     @cached_property
     def num_unaligned_recv_tokens_per_expert(self) -> torch.Tensor:
         """int32 `[E/R]`: rows of each local expert, without padding."""
-        return tokens_per_expert(self.native)
+        return kept(self.native, "tokens_per_expert")
 
     @cached_property
     def psum_num_recv_tokens_per_expert(self) -> torch.Tensor:
         """int32 `[E/R]`: aligned rows of experts 0 to e; with do_expand, of the last one only those without padding."""
-        counts, align = tokens_per_expert(self.native), self.expert_alignment
+        counts, align = kept(self.native, "tokens_per_expert"), self.expert_alignment
         aligned = (counts + align - 1) // align * align
         ends = aligned.cumsum(dim=0, dtype=torch.int32)
         return ends - aligned + counts if self.do_expand else ends
@@ -106,13 +106,15 @@ class EPHandle:
         """
         topk, rows = self.native.plan.topk, self.num_recv_tokens
         if not self.do_expand:
-            src, idx = source(self.native), self.recv_topk_idx
+            src, idx = kept(self.native, "src"), self.recv_topk_idx
             slots = torch.full_like(idx, -1, dtype=torch.int32)
             here = idx >= 0
         else:
             slots = expert_rows(self.native, rows)
             most = max(1, self.native.args.max_rows)
-            src = source(self.native)[slots.amax(dim=1).clamp(0, most - 1).long()] if rows else slots.new_zeros(0, 2)
+            src = (
+                kept(self.native, "src")[slots.amax(dim=1).clamp(0, most - 1).long()] if rows else slots.new_zeros(0, 2)
+            )
             here = slots >= 0
         first = here.int().argmax(dim=1).int()
         token = src[:, 0] * self.num_max_tokens_per_rank + src[:, 1]
@@ -131,18 +133,13 @@ class EPHandle:
     @cached_property
     def recv_topk_idx(self) -> torch.Tensor:
         """Without do_expand: `[rows, K]`: local experts, -1 elsewhere."""
-        args = self.native.args
-        if isinstance(self.native, ChunkedHandle):
-            return of_chunks(self.native, "topk_idx")
-        dtype = torch.int64 if args.idx_bytes == 8 else torch.int32
-        shape = (args.max_rows, self.native.plan.topk)
-        return table(self.native, self.native.plan.base + args.out_topk_idx, shape, dtype)
+        return kept(self.native, "topk_idx")
 
     def _came(self) -> torch.Tensor:
         """With do_expand: bool `[R, num_max_tokens_per_rank]`: whether a token has a row here."""
-        src, ranks, tokens = source(self.native), self.native.rounds.num_ranks, self.num_max_tokens_per_rank
+        src, ranks, tokens = kept(self.native, "src"), self.native.rounds.num_ranks, self.num_max_tokens_per_rank
         row = torch.arange(len(src), dtype=torch.int32, device=src.device)
-        valid = (row < num_rows(self.native)) & (src[:, 0] >= 0)
+        valid = (row < kept(self.native, "num_rows")) & (src[:, 0] >= 0)
         at = torch.where(valid, src[:, 0] * tokens + src[:, 1], ranks * tokens)  # the last place: no token
         came = torch.zeros(ranks * tokens + 1, dtype=torch.bool, device=src.device)
         return came.index_fill_(0, at.long(), True)[:-1].view(ranks, tokens)
@@ -153,7 +150,7 @@ def expert_rows(native: Handle, tokens: int) -> torch.Tensor:
     topk = native.plan.topk
     if not isinstance(native, ChunkedHandle):
         return table(native, native.args.route.rows, (tokens, topk), torch.int32)
-    src, found, keys = source(native).long(), [], []
+    src, found, keys = kept(native, "src").long(), [], []
     key = src[:, 0] * native.rounds.num_ranks * native.rounds.max_tokens + src[:, 1]
     for chunk in native.chunks:
         here = key[chunk.places].unique()  # type: ignore[no-untyped-call]

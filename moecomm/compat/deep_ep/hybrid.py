@@ -14,7 +14,6 @@ from moecomm.base.validation import MOST_SIZE, check_flag, check_integer, check_
 from moecomm.buffer import Buffer
 from moecomm.compat.deep_ep.budget import within_budgets
 from moecomm.compat.deep_ep.hybrid_handle import HybridEPHandle, as_number, check_map, indices_to_map
-from moecomm.compat.deep_ep.lazy import source
 from moecomm.compat.deep_ep.pool import (
     OverPool,
     Pool,
@@ -27,6 +26,7 @@ from moecomm.compat.deep_ep.pool import (
     refuse,
 )
 from moecomm.dispatch import Options, Request, dispatch
+from moecomm.dispatch.tables import kept
 from moecomm.errors import BadInput
 from moecomm.gpu import padding
 from moecomm.gpu.routing_map import ids_of, weights_at
@@ -389,7 +389,7 @@ class HybridEPBuffer(OverPool):
         """Rows, their weights and scales."""
         x, weights, scales = found
         if pad_multiple is not None and pad_multiple > 1:
-            src = source(routed.handle)
+            src = kept(routed.handle, "src")
             padding.zero(x, src=src)
             if scales is not None:
                 padding.zero(scales, src=src)

@@ -9,8 +9,9 @@ import torch
 
 from moecomm.base.arrays import check_tensor
 from moecomm.base.validation import check_same_device
-from moecomm.compat.deep_ep.lazy import LazyTuple, tokens_per_expert
+from moecomm.compat.deep_ep.lazy import LazyTuple
 from moecomm.compat.deep_ep.pool import check_dimensions
+from moecomm.dispatch.tables import kept
 from moecomm.routed import Handle
 
 _PROBS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -26,7 +27,7 @@ class HybridEPHandle(LazyTuple):
 
     makers = (
         *(7 * (lambda self: None,)),
-        lambda self: tokens_per_expert(self.native),
+        lambda self: kept(self.native, "tokens_per_expert"),
         lambda self: self.native.num_tokens,
         lambda self: self.config,
         lambda self: self.overflow_flag,

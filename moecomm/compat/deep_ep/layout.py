@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from moecomm.compat.deep_ep.lazy import LazyTuple, by_token, num_rows, source, tokens_of_ranks
+from moecomm.compat.deep_ep.lazy import LazyTuple, by_token, tokens_of_ranks
+from moecomm.dispatch.tables import kept
 from moecomm.routed import Handle
 
 
@@ -40,7 +41,7 @@ class NormalHandle(LazyTuple):
         lambda self: rank_prefix_matrix(self.native),
         lambda self: channel_prefix_matrix(self.native, self.channels),
         lambda self: recv_channel_prefix_matrix(self.native, self.channels),
-        lambda self: source(self.native)[:, 1].contiguous(),
+        lambda self: kept(self.native, "src")[:, 1].contiguous(),
         lambda self: is_token_in_rank(self.native),
         lambda self: send_head(self.native, self.channels),
     )
@@ -72,7 +73,7 @@ def rank_prefix_matrix(handle: Handle) -> torch.Tensor:
 def rows_up_to_rank(handle: Handle) -> torch.Tensor:
     """int32 `[R]`: flat: rows from ranks 0 to r."""
     ids = torch.arange(handle.rounds.num_ranks, dtype=torch.int32, device=handle.plan.device)
-    return ((source(handle)[:, :1] <= ids) & _valid(handle)).sum(dim=0, dtype=torch.int32)
+    return ((kept(handle, "src")[:, :1] <= ids) & _valid(handle)).sum(dim=0, dtype=torch.int32)
 
 
 def channel_prefix_matrix(handle: Handle, channels: int) -> torch.Tensor:
@@ -85,7 +86,7 @@ def channel_prefix_matrix(handle: Handle, channels: int) -> torch.Tensor:
 
 def recv_channel_prefix_matrix(handle: Handle, channels: int) -> torch.Tensor:
     """`[s, c]`: tokens from rank s in the channels before c."""
-    src = source(handle)
+    src = kept(handle, "src")
     device = handle.plan.device
     size = ((tokens_of_ranks(handle) + channels - 1) // channels).clamp(min=1)  # [R], tokens of a channel
     rank = torch.where(_valid(handle)[:, 0], src[:, 0], 0).long()
@@ -120,4 +121,4 @@ def _channel_ends(tokens: int, channels: int, device: torch.device) -> torch.Ten
 def _valid(handle: Handle) -> torch.Tensor:
     """bool `[rows, 1]`: rows in use."""
     rows = torch.arange(handle.args.max_rows, dtype=torch.int32, device=handle.plan.device)
-    return (rows < num_rows(handle)).unsqueeze(1)
+    return (rows < kept(handle, "num_rows")).unsqueeze(1)

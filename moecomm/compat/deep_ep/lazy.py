@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from moecomm.base.bound import Bound
-from moecomm.dispatch import tables
+from moecomm.dispatch.tables import table
 from moecomm.routed import ChunkedHandle, Handle
 
 
@@ -51,47 +51,18 @@ class LazyTuple(Bound, tuple[Any, ...]):
         return f"<{type(self).__name__} of {len(self)}>"
 
 
-def source(handle: Handle) -> torch.Tensor:
-    """int32 `[rows, 2]` or `[E/R, R * max_tokens, 2]`: source rank and token of each row."""
-    if isinstance(handle, ChunkedHandle):
-        return of_chunks(handle, "src")
-    args, plan = handle.args, handle.plan
-    return tables.table(handle, plan.base + args.out_src, (*plan.rows_shape(args), 2), torch.int32)
-
-
-def num_rows(handle: Handle) -> torch.Tensor:
-    """int32 `[1]`: rows in use."""
-    if isinstance(handle, ChunkedHandle):
-        return of_chunks(handle, "num_rows")
-    return tables.table(handle, handle.args.num_rows, (1,), torch.int32)
-
-
-def tokens_per_expert(handle: Handle) -> torch.Tensor:
-    """int32 `[E/R]`."""
-    if isinstance(handle, ChunkedHandle):
-        return of_chunks(handle, "tokens_per_expert")
-    return tables.table(handle, handle.args.tokens_per_expert, (handle.plan.local_experts,), torch.int32)
-
-
 def tokens_of_ranks(handle: Handle) -> torch.Tensor:
     """int32 `[R]`: how many tokens each rank passed to the dispatch."""
     if isinstance(handle, ChunkedHandle):
         return torch.stack([tokens_of_ranks(chunk.handle) for chunk in handle.chunks]).sum(0, dtype=torch.int32)
-    return tables.table(handle, handle.args.route.sent, (handle.rounds.num_ranks, 2), torch.int32)[:, 0]
+    return table(handle, handle.args.route.sent, (handle.rounds.num_ranks, 2), torch.int32)[:, 0]
 
 
-def by_token(handle: Handle, table: str, columns: int) -> torch.Tensor:
+def by_token(handle: Handle, name: str, columns: int) -> torch.Tensor:
     """int32 `[T, columns]`: a table of the route with a row for each token of this rank."""
     if isinstance(handle, ChunkedHandle):
-        return torch.cat([by_token(chunk.handle, table, columns) for chunk in handle.chunks])
+        return torch.cat([by_token(chunk.handle, name, columns) for chunk in handle.chunks])
     shape = (handle.num_tokens, columns)
     if handle.num_tokens == 0:
         return torch.zeros(shape, dtype=torch.int32, device=handle.plan.device)
-    return tables.table(handle, getattr(handle.args.route, table), shape, torch.int32)
-
-
-def of_chunks(handle: ChunkedHandle, name: str) -> torch.Tensor:
-    """A tensor of the Routed of a dispatch that took several rounds."""
-    found = handle.plan.tensor(name, None)
-    assert found is not None
-    return found
+    return table(handle, getattr(handle.args.route, name), shape, torch.int32)

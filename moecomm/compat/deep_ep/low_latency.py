@@ -15,12 +15,12 @@ from moecomm.buffer import Buffer
 from moecomm.combine.arguments import takes_weights
 from moecomm.compat.deep_ep.arrival import Arrival
 from moecomm.compat.deep_ep.event import EventOverlap, finished
-from moecomm.compat.deep_ep.lazy import LazyTuple, source, tokens_per_expert
+from moecomm.compat.deep_ep.lazy import LazyTuple
 from moecomm.compat.deep_ep.masks import MaskBuffer
 from moecomm.compat.deep_ep.pool import Pool, check_dimensions, check_experts, check_stats, counted_by_pool, refuse
 from moecomm.compat.deep_ep.waits import WaitCost
 from moecomm.dispatch import Options, Request, dispatch, dispatch_begin
-from moecomm.dispatch.tables import table
+from moecomm.dispatch.tables import kept, table
 from moecomm.errors import BadInput, RoundFailed
 from moecomm.membership.masking import require_repeats
 from moecomm.routed import Handle, Routed
@@ -59,7 +59,7 @@ class LowLatencyHandle(LazyTuple):
     """
 
     makers = (
-        lambda self: source(self.first or self.native)[..., 1].contiguous(),
+        lambda self: kept(self.first or self.native, "src")[..., 1].contiguous(),
         lambda self: layout_range(self.first or self.native),
         lambda self: self.native.rounds.max_tokens,
         lambda self: self.native.rounds.hidden,
@@ -307,9 +307,9 @@ class LowLatency(MaskBuffer):
 
 def layout_range(handle: Handle) -> torch.Tensor:
     """int64 `[E/R, R]`: begin << 32 | count of the rows that each expert has from each rank."""
-    src = source(handle)[..., 0]
+    src = kept(handle, "src")[..., 0]
     ids = torch.arange(handle.rounds.num_ranks, dtype=torch.int32, device=src.device)
-    valid = torch.arange(src.shape[1], device=src.device) < tokens_per_expert(handle).unsqueeze(1)
+    valid = torch.arange(src.shape[1], device=src.device) < kept(handle, "tokens_per_expert").unsqueeze(1)
     count = ((src.unsqueeze(2) == ids) & valid.unsqueeze(2)).sum(dim=1)
     return (count.cumsum(dim=1) - count) << 32 | count
 
@@ -379,7 +379,7 @@ def _rows_left(handle: LowLatencyHandle, y: torch.Tensor) -> torch.Tensor:
     assert handle.first is not None, "the caller has looked"
     if not isinstance(y, torch.Tensor) or y.shape != handle.first.y_shape:
         return y  # which combine refuses
-    ranks, counts = source(handle.first)[..., 0], tokens_per_expert(handle.first).tolist()
+    ranks, counts = kept(handle.first, "src")[..., 0], kept(handle.first, "tokens_per_expert").tolist()
     lost = torch.tensor(sorted(handle.native.rounds.masked), dtype=ranks.dtype, device=ranks.device)
     left = torch.empty_like(y)
     for expert, count in enumerate(counts):
