@@ -9,7 +9,7 @@ zeros in padding.  What that interface has and this has not raises Unsupported, 
 | --- | --- |
 | `ep_bootstrap(zero_copy=True)`, `symm_mem_alloc`, `is_symm_backed` | nothing |
 | `dispatch_fwd_quant_recipe`, `combine_bwd_quant_recipe` of `EpBuffer`, but MXFP8BlockScaling | the dtype of tokens |
-| `ep_dispatch(recv_tokens=)`, `(recv_topk_weights=)`, `ep_combine(grad_out=)` | tensors that moecomm makes |
+| `recv_tokens`, `recv_topk_weights`, `grad_out` without `recv_capacity_per_rank` | tensors that moecomm makes |
 """
 
 from __future__ import annotations
@@ -22,10 +22,19 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from moecomm import combine as combining
+from moecomm.base.arrays import check_tensor
 from moecomm.base.bound import Bound
 from moecomm.base.validation import MOST_SIZE, check_alignment, check_flags, check_integer
 from moecomm.compat.deep_ep.budget import within_budgets
-from moecomm.compat.deep_ep.pool import Pool, check_dimensions, check_experts, counted_by_pool, limit_of, refuse
+from moecomm.compat.deep_ep.pool import (
+    Pool,
+    check_dimensions,
+    check_experts,
+    counted_by_pool,
+    described,
+    limit_of,
+    refuse,
+)
 from moecomm.dispatch import Options, Request, dispatch
 from moecomm.dispatch.tables import kept
 from moecomm.errors import BadInput, Unsupported
@@ -47,7 +56,11 @@ __all__ = [
 ]
 
 _MXFP8_COLUMNS, _MXFP8_ROWS = 128, 128  # in the blocks of a GEMM: what sizes of GroupedTensors are multiples of
+_MXFP8_BLOCK = 32  # columns of a scale
 _TIMEOUT_S = 600.0  # ranks drift apart by whatever one of them does alone: writing a checkpoint, compiling
+
+
+_Memory = tuple[torch.Tensor | None, ...]  # of callers, for outputs; in a tuple, so that autograd does not see it
 
 
 class _Settings(NamedTuple):
@@ -76,8 +89,18 @@ class _Rows(NamedTuple):
                 padding.zero(tensor, src=kept(handle, "src"))
         return rows
 
-    def of_length(self, length: int) -> _Rows:
-        return _Rows(_of_length(self.x, length), None if self.scales is None else _of_length(self.scales, length))
+    def of_length(self, length: int, given: torch.Tensor | None = None) -> _Rows:
+        """Return so many, with zeros behind them: in a tensor of the caller, values and then scales, if it is given."""
+        if self.scales is None:
+            return _Rows(_of_length(self.x, length, given), None)
+        if given is None:
+            return _Rows(_of_length(self.x, length), _of_length(self.scales, length))
+        parts, memory, at = [], given.view(-1).view(torch.uint8), 0
+        for tensor in (self.x, self.scales):
+            size = length * tensor.shape[1]
+            parts.append(_of_length(tensor, length, memory[at : at + size].view(length, -1)))
+            at += size
+        return _Rows(*parts)
 
     def given(self, counts: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         """Return them as callers have them; of MXFP8 for tensors of this dtype, grouped by int64 `[E/R]` counts."""
@@ -253,7 +276,9 @@ def ep_dispatch(
         tokens: `[T, H]`.
         topk_idx: int64 or int32 `[T, K]`; -1 picks none.
         topk_weights: float32 `[T, K]`.
-        recv_tokens, recv_topk_weights: Unsupported.
+        recv_tokens, recv_topk_weights: the memory of what is returned, contiguous: `[recv_capacity_per_rank, H]` of the
+            dtype of tokens, and float32 `[recv_capacity_per_rank]`.  With a recipe, the first is of any shape and
+            dtype, with bytes for values and scales behind them, `H + H / 32` a row.  Takes a copy of the rows.
 
     Returns:
         Rows by expert `[rows, H]`, their weights float32 `[rows]` (0 of padding), and buffer.tokens_per_expert.  Rows
@@ -262,11 +287,14 @@ def ep_dispatch(
     Raises:
         As Buffer.dispatch; Unsupported.
     """
-    refuse("te_ep", recv_tokens=recv_tokens, recv_topk_weights=recv_topk_weights)
     check_dimensions("tokens", tokens, "tokens", "hidden")
     check_dimensions("topk_idx", topk_idx, "tokens", "topk")
     check_dimensions("topk_weights", topk_weights, "tokens", "topk")
-    found = _Dispatch.apply(tokens, topk_weights, topk_idx, buffer)  # type: ignore[no-untyped-call]
+    most = buffer.recv_capacity_per_rank
+    _check_memory("recv_tokens", recv_tokens, tokens, (most, tokens.shape[1]), tokens.dtype, buffer.quantizes)
+    _check_memory("recv_topk_weights", recv_topk_weights, tokens, (most,), torch.float32, False)
+    given = recv_tokens, recv_topk_weights
+    found = _Dispatch.apply(tokens, topk_weights, topk_idx, buffer, given)  # type: ignore[no-untyped-call]
     rows, weights, buffer.graph = found
     assert buffer.tokens_per_expert is not None
     return rows, weights, buffer.tokens_per_expert
@@ -286,7 +314,8 @@ def ep_combine(
         expert_out: `[rows, H]`, as many as the dispatch returned.
         num_local_tokens: rows of the result, at least those that were dispatched; more are zeros.  None: the buffer's
             max_tokens_per_rank.
-        grad_out: Unsupported.
+        grad_out: the memory of the gradient, contiguous, of the shape and dtype of expert_out; with a recipe, as
+            recv_tokens of ep_dispatch().  Takes a copy of the rows.
 
     Returns:
         `[num_local_tokens, H]` of the dtype of expert_out.
@@ -294,12 +323,14 @@ def ep_combine(
     Raises:
         As Buffer.combine; BadInput without a dispatch before it; Unsupported.
     """
-    refuse("te_ep", grad_out=grad_out)
     check_dimensions("expert_out", expert_out, "rows", "hidden")
     if buffer.handle is None:
         raise BadInput("ep_combine", "no dispatch before it", "ep_dispatch with the same buffer")
     graph = None if expert_out.requires_grad else buffer.graph  # schedules may cut the rows off from the dispatch
-    out: torch.Tensor = _Combine.apply(expert_out, graph, buffer)  # type: ignore[no-untyped-call]
+    rows = None if buffer.recv_capacity_per_rank is None else len(expert_out)
+    shape = rows, expert_out.shape[1]
+    _check_memory("grad_out", grad_out, expert_out, shape, expert_out.dtype, buffer.quantizes_grads)
+    out: torch.Tensor = _Combine.apply(expert_out, graph, buffer, (grad_out,))  # type: ignore[no-untyped-call]
     most = buffer.max_tokens_per_rank if num_local_tokens is None else num_local_tokens
     if most < len(out):
         raise BadInput("num_local_tokens", most, f"at least {len(out)}, as many as were dispatched")
@@ -309,7 +340,7 @@ def ep_combine(
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tokens: torch.Tensor, weights: torch.Tensor, topk_idx: torch.Tensor, buffer: EpBuffer
+        ctx: Any, tokens: torch.Tensor, weights: torch.Tensor, topk_idx: torch.Tensor, buffer: EpBuffer, memory: _Memory
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         group, alignment = buffer.group, buffer.alignment or 1
         given = (tokens.contiguous(), topk_idx.contiguous(), weights.contiguous())
@@ -319,7 +350,7 @@ class _Dispatch(torch.autograd.Function):
         most = buffer.recv_capacity_per_rank
         graph = tokens.new_empty(0)
         if most is not None:
-            rows, row_weights = rows.of_length(most), _of_length(row_weights, most)
+            rows, row_weights = rows.of_length(most, memory[0]), _of_length(row_weights, most, memory[1])
         return rows.given(buffer.tokens_per_expert, tokens.dtype), row_weights, graph
 
     @staticmethod
@@ -329,16 +360,18 @@ class _Dispatch(torch.autograd.Function):
         grads = grad_weights[:room].float().contiguous() if ctx.needs_input_grad[1] else None
         found = _combined(ctx.handle, grad_rows[:room], ctx.sms, weight_grads=grads)
         x, weights = found if grads is not None else (found, None)
-        return x, weights, None, None
+        return x, weights, None, None, None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, graph: torch.Tensor | None, buffer: EpBuffer) -> torch.Tensor:
+    def forward(
+        ctx: Any, y: torch.Tensor, graph: torch.Tensor | None, buffer: EpBuffer, memory: _Memory
+    ) -> torch.Tensor:
         handle = buffer.handle
         assert handle is not None
         ctx.handle, ctx.sms, ctx.rows, ctx.dtype = handle, buffer.group.settings.num_sms, len(y), y.dtype
-        ctx.mxfp8, ctx.counts = buffer.quantizes_grads, buffer.tokens_per_expert
+        ctx.mxfp8, ctx.counts, ctx.memory = buffer.quantizes_grads, buffer.tokens_per_expert, memory
         out: torch.Tensor = _combined(handle, y[: handle.args.max_rows], ctx.sms)
         return out
 
@@ -350,10 +383,11 @@ class _Combine(torch.autograd.Function):
             grad = grad.to(handle.rounds.dtype).contiguous()
             options = Options(quantize="mxfp8" if ctx.mxfp8 else None, num_sms=limit_of(grad, ctx.sms))
             routed = dispatch(handle.rounds, Request(options), grad, handle=handle, sync=False)
-        rows = _Rows.of(routed.x, routed.scales, handle, zeros=True).of_length(ctx.rows)
+        (grad_out,) = ctx.memory
+        rows = _Rows.of(routed.x, routed.scales, handle, zeros=True).of_length(ctx.rows, grad_out)
         if ctx.mxfp8:
-            return rows.given(ctx.counts, ctx.dtype), None, None
-        return rows.x.to(ctx.dtype, copy=True), None, None
+            return rows.given(ctx.counts, ctx.dtype), None, None, None
+        return rows.x.to(ctx.dtype, copy=grad_out is None), None, None, None
 
 
 def _combined(handle: Handle, rows: torch.Tensor, sms: int, **tensors: Any) -> Any:
@@ -394,10 +428,35 @@ def _grouped(
     return found
 
 
-def _of_length(rows: torch.Tensor, length: int) -> torch.Tensor:
-    """With zeros behind them, if there are fewer."""
+def _of_length(rows: torch.Tensor, length: int, given: torch.Tensor | None = None) -> torch.Tensor:
+    """With zeros behind them, if there are fewer; in a tensor of the caller, if it is given."""
     missing = length - len(rows)
-    return rows if missing <= 0 else torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))])
+    if given is None:
+        return rows if missing <= 0 else torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))])
+    with torch.no_grad():
+        given[: len(rows)].copy_(rows)
+        given[len(rows) :].zero_()
+    return given.detach()
+
+
+def _check_memory(
+    name: str, given: Any, like: torch.Tensor, shape: tuple[int | None, ...], dtype: torch.dtype, cast: bool
+) -> None:
+    """Raise BadInput unless a caller's tensor can hold rows of this shape and dtype, or their values and scales."""
+    if given is None:
+        return
+    rows, *columns = shape
+    if rows is None:
+        raise BadInput(name, "a tensor", "None, or recv_capacity_per_rank in ep_bootstrap")
+    if not isinstance(given, torch.Tensor) or given.layout is not torch.strided or not given.is_contiguous():
+        raise BadInput(name, described(given), f"a contiguous tensor {list(shape)}")
+    if not cast:
+        check_tensor(name, given, device=like.device, dtypes=(dtype,), shape=shape)
+        return
+    check_tensor(name, given, device=like.device, dtypes=(given.dtype,), shape=tuple(given.shape))
+    hidden = int(columns[0] or 0)
+    if given.nbytes < (need := rows * (hidden + hidden // _MXFP8_BLOCK)):
+        raise BadInput(name, f"{given.nbytes} bytes", f"at least {need}, for values and scales")
 
 
 def _bootstrapped(name: str) -> _Group:

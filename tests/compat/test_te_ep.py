@@ -86,6 +86,47 @@ def same_as_plain(rank: int, group: Any, settings: dict[str, Any]) -> list[bool]
     return same
 
 
+def _in_given_memory(rank: int, group: Any, alignment: int) -> list[bool]:
+    """Results are those of calls without it, and lie in it; what was there before is gone."""
+    tokens, found = Tokens(rank), []
+    for given in (False, True):
+        buffer, x, scores = opened(group, ROOM, alignment), tokens.x.detach().requires_grad_(), tokens.scores.detach()
+        scores.requires_grad_()
+        memory = [torch.full((ROOM, *shape), torch.nan) for shape in ((HIDDEN,), (), (HIDDEN,))]
+        names = ("recv_tokens", "recv_topk_weights", "grad_out")
+        recv_tokens, recv_topk_weights, grad_out = [{name: m} if given else {} for name, m in zip(names, memory)]  # noqa: B905
+        rows, weights, _ = te_ep.ep_dispatch(buffer, x, tokens.ids, scores, **recv_tokens, **recv_topk_weights)
+        y = rows.detach().requires_grad_()
+        out = te_ep.ep_combine(buffer, y, num_local_tokens=TOKENS, **grad_out)
+        (out * tokens.seen).sum().backward()
+        ((rows * rows).sum() + (weights * weights).sum()).backward()
+        if given:
+            assert y.grad is not None
+            places = [tensor.data_ptr() for tensor in (rows, weights, y.grad)]
+            assert places == [tensor.data_ptr() for tensor in memory]
+        found.append([rows.detach().clone(), weights.detach().clone(), out.detach(), y.grad, x.grad, scores.grad])
+        te_ep.ep_finalize()
+    return [torch.equal(a, b) for a, b in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("alignment", [0, 8])
+def test_results_lie_in_the_callers_memory(ranks: Any, alignment: int) -> None:
+    assert ranks.run(RANKS, _in_given_memory, alignment) == [[True] * 6] * RANKS
+
+
+def _memory_of_eager_mode(rank: int, group: Any) -> str:
+    buffer, tokens = opened(group), Tokens(rank)
+    with pytest.raises(moecomm.BadInput) as raised:
+        te_ep.ep_dispatch(buffer, tokens.x, tokens.ids, tokens.scores, recv_tokens=torch.zeros(ROOM, HIDDEN))
+    te_ep.ep_finalize()
+    return str(raised.value)
+
+
+def test_memory_for_as_many_rows_as_arrive_is_refused(ranks: Any) -> None:
+    words = "recv_tokens: got a tensor; want None, or recv_capacity_per_rank in ep_bootstrap"
+    assert ranks.run(RANKS, _memory_of_eager_mode) == [words] * RANKS
+
+
 def _same(rank: int, group: Any) -> dict[str, list[bool]]:
     return {name: same_as_plain(rank, group, settings) for name, settings in CASES.items()}
 
@@ -166,9 +207,8 @@ def _refused(rank: int, group: Any) -> list[str]:
         words(lambda: te_ep.EpBuffer(TOPK, TOKENS, HIDDEN, local)),
         words(lambda: te_ep.EpBuffer(TOPK, TOKENS, HIDDEN, local, 8, dispatch_fwd_quant_recipe=object())),
         words(lambda: te_ep.EpBuffer(TOPK, TOKENS, HIDDEN, local, 8, combine_bwd_quant_recipe=object())),
-        words(lambda: te_ep.ep_dispatch(*given, recv_tokens=rows)),
+        words(lambda: te_ep.ep_dispatch(*given, recv_tokens=rows[:-1])),
         words(lambda: te_ep.ep_dispatch(*given, recv_topk_weights=rows[:, 0])),
-        words(lambda: te_ep.ep_combine(buffer, rows, grad_out=rows)),
         words(lambda: te_ep.ep_combine(buffer, rows)),
         words(lambda: te_ep.symm_mem_alloc((1,), torch.float32, group)),
         words(lambda: te_ep.is_symm_backed(rows)),
@@ -187,9 +227,8 @@ def test_what_is_not_supported_is_named(ranks: Any) -> None:
         "BadInput recv_capacity_per_rank",
         "Unsupported dispatch_fwd_quant_recipe",
         "Unsupported combine_bwd_quant_recipe",
-        "Unsupported recv_tokens",
-        "Unsupported recv_topk_weights",
-        "Unsupported grad_out",
+        "BadInput recv_tokens",
+        "BadInput recv_topk_weights",
         "BadInput ep_combine",
         "Unsupported symm_mem_alloc",
         "Unsupported is_symm_backed",
@@ -245,6 +284,7 @@ def _as_transformer_engine() -> Iterator[Any]:
 
 
 WIDE = 256  # columns
+ROOM_WIDE = EXPERTS // RANKS * 128 + 40
 
 
 def _wide(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -294,7 +334,9 @@ def _mxfp8(rank: int, group: Any, *how: Any) -> list[bool]:
         return _mxfp8_step(rank, group, recipe, *how)
 
 
-def _mxfp8_step(rank: int, group: Any, recipe: Any, rows: int | None, forward: bool, backward: bool) -> list[bool]:
+def _mxfp8_step(
+    rank: int, group: Any, recipe: Any, rows: int | None, forward: bool, backward: bool, given_memory: bool = False
+) -> list[bool]:
     te_ep.ep_finalize()
     te_ep.ep_bootstrap(group, EXPERTS, TOKENS, WIDE, TOPK, rows)
     sizes: dict[str, Any] = {"recv_capacity_per_rank": rows, "alignment": 128}
@@ -310,7 +352,9 @@ def _mxfp8_step(rank: int, group: Any, recipe: Any, rows: int | None, forward: b
     buffer = te_ep.EpBuffer(TOPK, TOKENS, WIDE, local, **sizes, **given)
     mine, (x, grad, ids) = experts_of(rank, EXPERTS, RANKS), _wide(rank)
     x.requires_grad_()
-    got, _, counts = te_ep.ep_dispatch(buffer, x, ids, torch.ones(ids.shape))
+    of_row = WIDE + WIDE // 32
+    memory = [torch.full((ROOM_WIDE * of_row + 1,), 7, dtype=torch.uint8) if given_memory else None for _ in range(2)]
+    got, _, counts = te_ep.ep_dispatch(buffer, x, ids, torch.ones(ids.shape), recv_tokens=memory[0])
     length = int(counts.sum()) if rows is None else rows
     same, seen = [], []
 
@@ -329,7 +373,7 @@ def _mxfp8_step(rank: int, group: Any, recipe: Any, rows: int | None, forward: b
     values, scales = _by_expert(0, mine, 128, length)
     whole = values.view(torch.float8_e4m3fn), scales.view(torch.float8_e8m0fnu)
     y = formats.dequantize(*whole, "mxfp8", dtype=torch.bfloat16)
-    out = te_ep.ep_combine(buffer, _Grads.apply(got, y, seen), num_local_tokens=TOKENS)
+    out = te_ep.ep_combine(buffer, _Grads.apply(got, y, seen), num_local_tokens=TOKENS, grad_out=memory[1])
     picks = (ids >= 0).sum(dim=1, keepdim=True)
     sent = formats.dequantize(*formats.quantize(x.detach(), "mxfp8"), "mxfp8")
     same.append(torch.equal(out.detach(), (picks * sent).bfloat16()))
@@ -340,11 +384,19 @@ def _mxfp8_step(rank: int, group: Any, recipe: Any, rows: int | None, forward: b
         back = formats.dequantize(*formats.quantize(grad, "mxfp8"), "mxfp8")
         assert x.grad is not None
         same.append(torch.equal(x.grad, (picks * back).bfloat16()))
+    for tensor, grouped in zip(memory, (got, seen[0]), strict=True):
+        if tensor is not None:
+            assert tensor.data_ptr() == grouped.arguments["data"].data_ptr() and int(tensor[-1]) == 7
+            assert tensor.data_ptr() + length * WIDE == grouped.arguments["scale_inv"].data_ptr()
     te_ep.ep_finalize()
     return same
 
 
-@pytest.mark.parametrize("rows", [None, EXPERTS // RANKS * 128 + 40])
+def test_mxfp8_rows_and_scales_lie_in_the_callers_memory(ranks: Any) -> None:
+    assert ranks.run(RANKS, _mxfp8, ROOM_WIDE, True, True, True) == [[True] * 4] * RANKS
+
+
+@pytest.mark.parametrize("rows", [None, ROOM_WIDE])
 @pytest.mark.parametrize(("forward", "backward"), [(True, True), (True, False), (False, True)])
 def test_mxfp8_rows_are_grouped_tensors(ranks: Any, rows: int | None, forward: bool, backward: bool) -> None:
     """With stand-ins for TransformerEngine's classes, which need a GPU."""
