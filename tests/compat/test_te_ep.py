@@ -92,18 +92,15 @@ def _in_given_memory(rank: int, group: Any, alignment: int) -> list[bool]:
     for given in (False, True):
         buffer, x, scores = opened(group, ROOM, alignment), tokens.x.detach().requires_grad_(), tokens.scores.detach()
         scores.requires_grad_()
-        memory = [torch.full((ROOM, *shape), torch.nan) for shape in ((HIDDEN,), (), (HIDDEN,))]
-        names = ("recv_tokens", "recv_topk_weights", "grad_out")
-        recv_tokens, recv_topk_weights, grad_out = [{name: m} if given else {} for name, m in zip(names, memory)]  # noqa: B905
-        rows, weights, _ = te_ep.ep_dispatch(buffer, x, tokens.ids, scores, **recv_tokens, **recv_topk_weights)
+        memory = [torch.full((ROOM, *shape), torch.nan) if given else None for shape in ((HIDDEN,), (), (HIDDEN,))]
+        dispatched = {"recv_tokens": memory[0], "recv_topk_weights": memory[1]}
+        rows, weights, _ = te_ep.ep_dispatch(buffer, x, tokens.ids, scores, **dispatched)
         y = rows.detach().requires_grad_()
-        out = te_ep.ep_combine(buffer, y, num_local_tokens=TOKENS, **grad_out)
+        out = te_ep.ep_combine(buffer, y, num_local_tokens=TOKENS, grad_out=memory[2])
         (out * tokens.seen).sum().backward()
         ((rows * rows).sum() + (weights * weights).sum()).backward()
-        if given:
-            assert y.grad is not None
-            places = [tensor.data_ptr() for tensor in (rows, weights, y.grad)]
-            assert places == [tensor.data_ptr() for tensor in memory]
+        for tensor, result in zip(memory, (rows, weights, y.grad), strict=True):
+            assert result is not None and (tensor is None or tensor.data_ptr() == result.data_ptr())
         found.append([rows.detach().clone(), weights.detach().clone(), out.detach(), y.grad, x.grad, scores.grad])
         te_ep.ep_finalize()
     return [torch.equal(a, b) for a, b in zip(*found, strict=True)]
