@@ -97,7 +97,7 @@ HYBRID = {
     "HybridEPBuffer.combine_with_unpermute": "self hidden probs=None handle=None pad_multiple=None"
     " fuse_unpermute_combine=False num_dispatched_tokens=None",
 }
-# deep_ep 2.5.0 (13b3abaa), deep_ep/buffers/{ep,allocator,base}.py and deep_ep/comm, whose calls are methods, too.
+# deep_ep 2.5.0 (2578e50a), deep_ep/buffers/{ep,allocator,base,recv_view}.py, and deep_ep/comm, whose calls are methods.
 DEFERRED = "previous_event=None async_with_compute_stream=False allocate_on_comm_stream=False"
 EP = {
     "EPBuffer": f"group num_bytes=None {MOE} lb_allocation_plan_or_num_bytes=0 deterministic=False"
@@ -116,7 +116,7 @@ EP = {
     "EPBuffer.dispatch": "self x topk_idx=None topk_weights=None cumulative_local_expert_recv_stats=None"
     f" num_experts=None num_max_tokens_per_rank=None expert_alignment=None num_sms=0 num_qps=0 {DEFERRED} handle=None"
     " do_handle_copy=False do_cpu_sync=None do_expand=False do_zero_padding=False use_tma_aligned_col_major_sf=False"
-    " defer_epilogue=False",
+    " defer_epilogue=False borrow_recv=False",
     "EPBuffer.combine": f"self x handle topk_weights=None bias=None num_sms=0 num_qps=0 {DEFERRED}"
     " defer_epilogue=False",
     "EPBuffer.lb_get_theoretical_num_sms": "self",
@@ -125,6 +125,9 @@ EP = {
     "EPBuffer.lb_reduce_grads": "self redundant_expert_grads expert_grads redundancy_mapping num_sms=0"
     " previous_event=None",
     "EPBuffer.print_memory_usage": "self",
+    "DispatchRecvView": "owner slab row_indices",
+    "DispatchRecvView.wait": "self",
+    "DispatchRecvView.release": "self consumer_streams",
     "BufferAllocator": "",
     "BufferAllocator.allocate": "self shape dtype",
     "BufferAllocator.materialize": "self storage",

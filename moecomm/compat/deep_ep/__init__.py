@@ -37,7 +37,7 @@ from types import ModuleType
 
 import torch
 
-from moecomm.compat.deep_ep import allocator, base, buffer, comm, elastic, ep, event, hybrid
+from moecomm.compat.deep_ep import allocator, base, buffer, comm, elastic, ep, event, hybrid, recv_view
 from moecomm.compat.deep_ep.allocator import (
     BufferAllocator,
     get_num_allocation_alignment,
@@ -53,12 +53,13 @@ from moecomm.compat.deep_ep.ep import BucketBuffer, BucketSession, EngramBuffer,
 from moecomm.compat.deep_ep.ep_handle import EPHandle
 from moecomm.compat.deep_ep.event import EventHandle, EventOverlap
 from moecomm.compat.deep_ep.hybrid import HybridEPBuffer
+from moecomm.compat.deep_ep.recv_view import DispatchRecvView
 
 __version__ = "2.1.0"  # of the interface
 topk_idx_t = torch.int64
 utils = event  # deep_ep.utils has the events
 buffers = ModuleType("deep_ep.buffers")  # deep_ep 2's path to its classes
-vars(buffers).update(legacy=buffer, elastic=elastic, ep=ep, allocator=allocator, base=base)
+vars(buffers).update(legacy=buffer, elastic=elastic, ep=ep, allocator=allocator, base=base, recv_view=recv_view)
 buffers.__spec__ = ModuleSpec("deep_ep.buffers", None, is_package=True)  # which importlib.util.find_spec asks for
 MODULES = {  # import paths below deep_ep
     "buffer": buffer,
@@ -68,6 +69,7 @@ MODULES = {  # import paths below deep_ep
     "buffers.ep": ep,
     "buffers.allocator": allocator,
     "buffers.base": base,
+    "buffers.recv_view": recv_view,
     "comm": comm,
     "hybrid_ep_buffer": hybrid,
     "utils": event,
@@ -81,6 +83,7 @@ __all__ = [
     "BufferAllocator",
     "BufferBase",
     "Config",
+    "DispatchRecvView",
     "EPBuffer",
     "EPHandle",
     "ElasticBuffer",
