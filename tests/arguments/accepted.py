@@ -23,6 +23,7 @@ def _of_payloads(name: str) -> tuple[str, ...]:
     return tuple(f"moecomm.Buffer.{call}({name})" for call in ("dispatch", "dispatch_begin"))
 
 
+_PERMUTED = "dispatch_with_permute", "combine_with_unpermute"
 _LAYOUT = "deep_ep.Buffer.get_dispatch_layout(topk_idx)"
 _LOW = "deep_ep.Buffer.low_latency_combine"
 _TENSORS = (
@@ -106,6 +107,7 @@ TABLE = (
                 "wire",
                 "grad_wire",
             ),
+            "deep_ep.HybridEPBuffer.dispatch(num_dispatched_tokens)",
             *("num_of_experts_per_rank", "num_permuted_tokens", "deep_ep.ElasticBuffer.dispatch(expert_alignment)"),
             "deep_ep.EPBuffer.dispatch(expert_alignment)",
             *("activation_alpha", "activation_limit", "w13_bias", "w2_bias"),
@@ -127,6 +129,7 @@ TABLE = (
                 "async_finish",
                 "enable_shrink",
                 "async_with_compute_stream",
+                "borrow_recv",
                 "defer_epilogue",
                 "check_weights",
                 "corrected",
@@ -413,7 +416,7 @@ TABLE = (
     Row(
         "rows of any type and width, as those of moecomm.Buffer",
         ("int8", "bool", "one column fewer"),
-        ("deep_ep.HybridEPBuffer.dispatch_with_permute(hidden)",),
+        tuple(f"deep_ep.HybridEPBuffer.{call}(hidden)" for call in ("dispatch", "dispatch_with_permute")),
     ),
     Row(
         "as it was, or nothing",
@@ -471,7 +474,13 @@ TABLE = (
             *("deterministic", "do_handle_copy", "enable_custom_allgather", "explicitly_destroy"),
             *("extra_tensors", "fuse_permute_dispatch", "fuse_unpermute_combine", "load_cached_kernels"),
             *("low_latency_mode", "num_blocks_permute", "num_blocks_unpermute", "num_cpu_timeout_secs"),
-            *("num_dispatched_tokens", "num_of_hybrid_ep_ranks_per_nvlink_domain", "num_qps", "num_qps_per_rank"),
+            *(f"deep_ep.HybridEPBuffer.{call}(num_dispatched_tokens)" for call in _PERMUTED),
+            *(
+                "num_dispatched_tokens_tensor",
+                "num_of_hybrid_ep_ranks_per_nvlink_domain",
+                "num_qps",
+                "num_qps_per_rank",
+            ),
             *("num_sms_preprocessing_api", "num_tokens_per_rank", "num_tokens_per_rdma_rank", "nvlink_gbs", "rdma_gbs"),
             *("num_scaleout_topk", "sequential", "sl_idx", "sm_read_gbs", "sm_write_gbs", "use_comm_stream"),
             "wait_comm_stream",

@@ -66,6 +66,7 @@ NOT_CALLED = {
     "routing.Recorded",
     "overlap.Choice",
     "overlap.Workspace.call",  # of the operators
+    "deep_ep.DispatchRecvView",
     "deep_ep.EPHandle",
     "deep_ep.EventHandle",
 }
@@ -559,6 +560,7 @@ def of_compat() -> dict[str, list[Call]]:
     redundant, redundant_grads = plan.allocate((1, 32), torch.uint8), plan.allocate((1, 8), torch.float32)
     with patch.dict(os.environ, MOECOMM_BACKEND="host"):
         ep = deep_ep.EPBuffer(group, lb_allocation_plan_or_num_bytes=plan)
+    borrowing = deep_ep.EPBuffer(group)
     recv, _, _, _, handle, _ = normal.dispatch(x, topk_idx=idx, topk_weights=weights, num_tokens_per_expert=per_expert)
     rows, _, low_handle, _, _ = low.low_latency_dispatch(x, idx, 8, E, use_fp8=False)
     low.get_next_low_latency_combine_buffer(low_handle)
@@ -567,6 +569,8 @@ def of_compat() -> dict[str, list[Call]]:
     hybrid_x, hybrid_probs, _, _, hybrid_handle = hybrid.dispatch_with_permute(
         hidden=x, topk_idx=idx, topk_weights=weights, num_of_experts=E
     )
+    flat_x, flat_probs, _, flat_handle = hybrid.dispatch(x, topk_idx=idx, topk_weights=weights, num_of_experts=E)
+    assert flat_probs is not None
     chosen = torch.zeros(T, E, dtype=torch.bool).index_put_((torch.arange(T), idx[:, 0]), torch.tensor(True))
     event = deep_ep.EventOverlap()
     events = {"previous_event": None, "async_finish": False, "allocate_on_comm_stream": False}
@@ -770,6 +774,18 @@ def of_compat() -> dict[str, list[Call]]:
                 },
             ),
             Call(ep.dispatch, {"x": (x, torch.rand(T, 1)), "handle": ep_handle, "topk_weights": weights}),
+            Call(
+                borrowing.dispatch,
+                {
+                    "x": x,
+                    "topk_idx": idx,
+                    "topk_weights": weights,
+                    "num_experts": E,
+                    "num_max_tokens_per_rank": 8,
+                    "borrow_recv": True,
+                },
+                lambda result: result[0].release() if isinstance(result[0], deep_ep.DispatchRecvView) else None,
+            ),
         ],
         "deep_ep.EPBuffer.combine": [
             Call(
@@ -828,6 +844,26 @@ def of_compat() -> dict[str, list[Call]]:
                     "use_fp8": False,
                 },
             )
+        ],
+        "deep_ep.HybridEPBuffer.dispatch": [
+            Call(
+                hybrid.dispatch,
+                {
+                    "hidden": x,
+                    "topk_idx": idx,
+                    "topk_weights": weights,
+                    "num_of_experts": E,
+                    "num_dispatched_tokens_tensor": None,
+                    "num_dispatched_tokens": 16,
+                    "scaling_factor": torch.rand(T, 1),
+                },
+                lambda result: result[3].native.rounds.check(),
+            ),
+            Call(hybrid.dispatch, {"hidden": x, "routing_map": chosen, "probs": torch.rand(T, E)}),
+            Call(hybrid.dispatch, {"hidden": x, "handle": flat_handle}),
+        ],
+        "deep_ep.HybridEPBuffer.combine": [
+            Call(hybrid.combine, {"hidden": flat_x.clone(), "probs": flat_probs.clone(), "handle": flat_handle})
         ],
         "deep_ep.HybridEPBuffer.dispatch_with_permute": [
             Call(

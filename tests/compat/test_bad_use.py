@@ -43,9 +43,10 @@ def expand_what_was_not(buffer: ElasticBuffer) -> Any:
     return buffer.dispatch(X, handle=handle, do_expand=True)
 
 
-def weights_beside_a_handle(buffer: HybridEPBuffer) -> Any:
-    *_, handle = buffer.dispatch_with_permute(hidden=X, topk_idx=IDX, num_of_experts=2)
-    return buffer.dispatch_with_permute(hidden=X, handle=handle, topk_weights=torch.ones(2, 2))
+def weights_beside_a_handle(name: str) -> Any:
+    call = getattr(HybridEPBuffer(Alone(), 128, 4, 2), name)
+    *_, handle = call(hidden=X, topk_idx=IDX, num_of_experts=2)
+    return call(hidden=X, handle=handle, topk_weights=torch.ones(2, 2))
 
 
 UNSUPPORTED: dict[str, Callable[[Buffer], Any]] = {
@@ -79,11 +80,8 @@ UNSUPPORTED: dict[str, Callable[[Buffer], Any]] = {
     "BucketSession": lambda b: deep_ep.BucketSession(b),
     "comm.NCCLCommHandle": lambda b: deep_ep.comm.NCCLCommHandle(0, managed=True),
     "comm.get_nccl_comm_handle": lambda b: deep_ep.comm.get_nccl_comm_handle(Alone()),
-    "HybridEPBuffer.dispatch": lambda b: HybridEPBuffer(Alone(), 128, 4, 2).dispatch(X),
-    "HybridEPBuffer.combine": lambda b: HybridEPBuffer(Alone(), 128, 4, 2).combine(X),
-    "HybridEPBuffer.dispatch_with_permute(handle=)": lambda b: weights_beside_a_handle(
-        HybridEPBuffer(Alone(), 128, 4, 2)
-    ),
+    "HybridEPBuffer.dispatch(handle=)": lambda b: weights_beside_a_handle("dispatch"),
+    "dispatch_with_permute(handle=)": lambda b: weights_beside_a_handle("dispatch_with_permute"),
 }
 OTHERWISE = {  # rows of the table that say what is different, tested where the calls are
     "dispatch_wait_recv_cost_stats",

@@ -109,6 +109,70 @@ def test_every_field(seed: int, blocking: bool, by_map: bool) -> None:
     all_ranks(case.ranks, body)
 
 
+@pytest.mark.parametrize("by_map", [True, False])
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_without_a_permutation(seed: int, known: bool, by_map: bool) -> None:
+    """As the reference of deep_ep's tests: rows of the tokens that have an expert here, in the order of all ranks'."""
+    case = oracle.random_case(seed, ranks=1 + seed % 4, most=TOKENS)
+    maps, probs = mapped(case)
+    fp8 = [oracle.cast_to_fp8(x, round_scale=False) for x in case.x]
+    whole = torch.cat(maps)
+
+    def body(group: Any) -> None:
+        buffer = HybridEPBuffer(group, HIDDEN, TOKENS if known else TOKENS // 2, case.local_experts)  # else it grows
+        rank = buffer.rank
+        mine = slice(rank * case.local_experts, (rank + 1) * case.local_experts)
+        here = whole[:, mine].any(dim=1)
+        ids, weights = case.topk_idx[rank], case.topk_weights[rank]
+        by_ids = {"topk_idx": ids, "topk_weights": weights, "num_of_experts": case.num_experts}
+        routing: dict[str, Any] = {"routing_map": maps[rank], "probs": probs[rank]} if by_map else by_ids
+        shape = {"num_dispatched_tokens": int(here.sum())} if known else {}
+        x, found, scales, handle = buffer.dispatch(case.x[rank], **routing, **shape)
+        assert torch.equal(x, torch.cat(case.x)[here]) and scales is None
+        dense = torch.zeros(len(x), case.num_experts)
+        dense[:, mine] = torch.cat(probs)[here][:, mine]
+        assert found is not None and torch.equal(found, dense)
+        maps_of_kernels, (count, chosen, tokens, config) = handle[:3], handle[3:]
+        assert maps_of_kernels == (None, None, None) and tokens == len(ids) and config is buffer.config
+        assert int(count) == len(x) and torch.equal(chosen, whole[here][:, mine])
+
+        times = chosen.sum(dim=1, keepdim=True)
+        combined, back = buffer.combine((x * times).bfloat16(), found, handle)
+        assert back is not None and torch.equal(back, probs[rank])
+        picked = (ids >= 0).sum(1, keepdim=True)
+        torch.testing.assert_close(combined.float(), picked * case.x[rank].float(), rtol=2**-7, atol=1e-5)
+        assert buffer.combine(x, handle=handle)[1] is None
+
+        again, nothing, _, same = buffer.dispatch(case.x[rank] * 2, handle=handle)
+        assert nothing is None and same is handle and torch.equal(again, x * 2)
+        del routing["probs" if by_map else "topk_weights"]
+        values, none, scales, _ = buffer.dispatch(fp8[rank][0].view(torch.uint8), fp8[rank][1], **routing, **shape)
+        assert none is None and scales is not None and values.dtype is torch.uint8
+        assert torch.equal(values, torch.cat([q for q, _ in fp8])[here].view(torch.uint8))
+        assert torch.equal(scales, torch.cat([scale for _, scale in fp8])[here])
+        buffer._pool.close()
+
+    together(case.ranks, body)
+
+
+def test_a_handle_is_of_the_call_that_made_it() -> None:
+    def body(group: Any) -> None:
+        buffer, x, ids = HybridEPBuffer(group, HIDDEN, 2, 2), torch.ones(2, HIDDEN).bfloat16(), torch.tensor([[0], [1]])
+        rows, _, _, handle = buffer.dispatch(x, topk_idx=ids, num_of_experts=2)
+        permuted, _, _, _, other = buffer.dispatch_with_permute(hidden=x, topk_idx=ids, num_of_experts=2)
+        with pytest.raises(moecomm.BadInput, match="that dispatch returned"):
+            buffer.combine(rows, handle=other)  # type: ignore[arg-type]
+        with pytest.raises(moecomm.BadInput, match="that dispatch_with_permute returned"):
+            buffer.combine_with_unpermute(hidden=permuted, handle=handle)  # type: ignore[arg-type]
+        with pytest.raises(moecomm.BadInput, match="probs"):
+            buffer.combine(rows, torch.ones(2, 3), handle)
+        with pytest.raises(moecomm.TooManyRows):
+            buffer.dispatch(x, topk_idx=ids, num_of_experts=2, num_dispatched_tokens=1)
+
+    together(1, body)
+
+
 def test_scales_travel() -> None:
     case = oracle.random_case(3, ranks=2, most=TOKENS, topk=1)
     maps, _ = mapped(case)

@@ -90,6 +90,9 @@ HYBRID = {
     "HybridEPBuffer.empty_jit_cache": "self",
     "HybridEPBuffer.update_template_config": "self hidden_dim=None num_of_tokens_per_rank=None num_local_experts=None"
     " pad_multiple=None use_fp8=None fuse_permute_dispatch=False kwargs",
+    "HybridEPBuffer.dispatch": "self hidden scaling_factor=None topk_idx=None topk_weights=None num_of_experts=None"
+    " probs=None routing_map=None num_dispatched_tokens_tensor=None num_dispatched_tokens=None handle=None",
+    "HybridEPBuffer.combine": "self hidden probs=None handle=None",
     "HybridEPBuffer.dispatch_with_permute": "self hidden topk_idx=None topk_weights=None num_of_experts_per_rank=None"
     " num_of_experts=None use_fp8=None routing_map=None probs=None scaling_factor=None num_permuted_tokens=None"
     " pad_multiple=None handle=None non_blocking=False fuse_permute_dispatch=False num_dispatched_tokens=None"
@@ -179,7 +182,6 @@ REFUSED = {
     deep_ep.ElasticBuffer: "get_engram_storage_size_hint engram_write engram_fetch get_pp_buffer_size_hint"
     " pp_set_config pp_send pp_recv get_agrs_num_max_session_bytes get_agrs_buffer_size_hint agrs_set_config"
     " create_agrs_session destroy_agrs_session agrs_new_session agrs_get_inplace_tensor all_gather",
-    deep_ep.HybridEPBuffer: "dispatch combine",
     deep_ep: "EngramBuffer BucketBuffer BucketSession PPBuffer",
     deep_ep.comm: "NCCLCommHandle get_nccl_comm_handle",
     nixl_ep.Buffer: "get_dispatch_layout ht_dispatch ht_combine",

@@ -25,8 +25,7 @@ What deep_ep has and this has not; each raises Unsupported, or differs as it say
 | `BucketBuffer`, `BucketSession` | a `moecomm.Window`, or torch.distributed |
 | `comm.NCCLCommHandle`, `comm.get_nccl_comm_handle` | nothing: a buffer makes no communicator of NCCL |
 | `lb_prefetch_weights`, `lb_reduce_grads` in a CUDA graph | outside of it: the host reads the mapping |
-| `HybridEPBuffer.dispatch`, `HybridEPBuffer.combine` | `dispatch_with_permute`, `combine_with_unpermute` |
-| `HybridEPBuffer.dispatch_with_permute(handle=)` with `probs` or `topk_weights` | rows only |
+| `HybridEPBuffer.dispatch(handle=)`, `dispatch_with_permute(handle=)` with `probs` or `topk_weights` | rows only |
 | a row of `routing_map` with more than 32 experts | `BadInput`; beside `num_permuted_tokens` a call later |
 """
 

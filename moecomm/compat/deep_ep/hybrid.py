@@ -9,11 +9,18 @@ import torch
 
 from moecomm import combine as combining
 from moecomm.base.arrays import check_tensor
+from moecomm.base.choices import Layout
 from moecomm.base.protocol import MAX_TOPK
 from moecomm.base.validation import MOST_SIZE, check_flag, check_integer, check_sizes
 from moecomm.buffer import Buffer
 from moecomm.compat.deep_ep.budget import within_budgets
-from moecomm.compat.deep_ep.hybrid_handle import HybridEPHandle, as_number, check_map, indices_to_map
+from moecomm.compat.deep_ep.hybrid_handle import (
+    HybridEPDispatchHandle,
+    HybridEPHandle,
+    as_number,
+    check_map,
+    indices_to_map,
+)
 from moecomm.compat.deep_ep.pool import (
     OverPool,
     Pool,
@@ -22,7 +29,6 @@ from moecomm.compat.deep_ep.pool import (
     counted_by_pool,
     grown,
     limit_of,
-    not_here,
     refuse,
 )
 from moecomm.dispatch import Options, Request, dispatch
@@ -32,10 +38,13 @@ from moecomm.gpu import padding
 from moecomm.gpu.routing_map import ids_of, weights_at
 from moecomm.routed import Handle, Routed
 
-__all__ = ["HybridEPBuffer", "HybridEPHandle", "indices_to_map"]
+__all__ = ["HybridEPBuffer", "HybridEPDispatchHandle", "HybridEPHandle", "indices_to_map"]
 
-_METHOD = "HybridEPBuffer.dispatch_with_permute"
-_HANDLE = "the handle that dispatch_with_permute returned"
+_METHODS: dict[str, str] = {
+    "expert": "HybridEPBuffer.dispatch_with_permute",
+    "flat": "HybridEPBuffer.dispatch",
+}  # by layout
+_HANDLE = "the handle that {} returned"
 
 _Received = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
@@ -49,7 +58,7 @@ class _Routing(NamedTuple):
 
 
 class HybridEPBuffer(OverPool):
-    """Dispatch grouped by expert and padded, and its combine; both can be repeated the other way for gradients.
+    """Dispatch, grouped by expert and padded or not, and its combine; both can be repeated the other way for gradients.
 
     `num_sms_dispatch_api` and `num_sms_combine_api` limit blocks; the other settings are of deep_ep's kernels.  More
     tokens than `max_num_of_tokens_per_rank` of any rank, and more experts for a token, take a larger window, on all
@@ -82,7 +91,7 @@ class HybridEPBuffer(OverPool):
         for name, sms in (("num_sms_dispatch_api", num_sms_dispatch_api), ("num_sms_combine_api", num_sms_combine_api)):
             if sms is not None:
                 check_integer(name, sms, 1, 1024)
-        self._pool = Pool(group, method=_METHOD)
+        self._pool = Pool(group, method=_METHODS["expert"])
         self.group = group
         self.rank, self.group_size = self._pool.ranks.rank, self._pool.ranks.ranks
         self.local_rank, self.node_rank, self.num_of_nodes = self.rank, 0, 1
@@ -101,9 +110,6 @@ class HybridEPBuffer(OverPool):
         self._agreed = False  # whether all ranks have the same config: each may have been given its own tokens
         self._options: dict[tuple[Any, ...], Options] = {}
         self._buffers: dict[tuple[Any, ...], Buffer] = {}  # the pool's, by what a call has at hand
-
-    dispatch = staticmethod(not_here("HybridEPBuffer.dispatch", "call dispatch_with_permute"))
-    combine = staticmethod(not_here("HybridEPBuffer.combine", "call combine_with_unpermute"))
 
     def empty_jit_cache(self) -> None:
         """Do nothing: an entry of moecomm's cache fits its kernel, or is not used."""
@@ -137,6 +143,80 @@ class HybridEPBuffer(OverPool):
         values = vars(self.config) | given
         dtype = torch.uint8 if (self.use_fp8 if use_fp8 is None else use_fp8) else torch.bfloat16
         return SimpleNamespace(**values | {"token_data_type": dtype} | kwargs)
+
+    @counted_by_pool
+    def dispatch(
+        self,
+        hidden: torch.Tensor,
+        scaling_factor: torch.Tensor | None = None,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        num_of_experts: int | None = None,
+        probs: torch.Tensor | None = None,
+        routing_map: torch.Tensor | None = None,
+        num_dispatched_tokens_tensor: torch.Tensor | None = None,
+        num_dispatched_tokens: int | None = None,
+        handle: HybridEPDispatchHandle | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, HybridEPDispatchHandle]:
+        """hidden `[rows, H]`, a row for each token that has an expert here, probs `[rows, E]`, scaling_factor, handle.
+
+        Rows are in the order of source ranks and tokens.  probs have zeros beside the experts of this rank; None
+        without probs or topk_weights.  With `num_dispatched_tokens` there are so many rows, and the host waits for
+        nothing; more are TooManyRows.  Probs take a few small kernels.
+        """
+        rows = as_number(num_dispatched_tokens)
+        if rows is not None:
+            check_integer("num_dispatched_tokens", rows, 0, MOST_SIZE)
+        options = self._options_of(hidden, 1, "flat")
+        hidden, as_given = _values(hidden)
+        if handle is not None:
+            native = self._pool.native_of(handle, HybridEPDispatchHandle, _HANDLE.format("dispatch"))
+            refuse("deep_ep", topk_weights=topk_weights, probs=probs)  # beside a handle
+            self._pool.calls.begin(native.rounds)
+            routed = dispatch(native.rounds, Request(options), hidden, scales=scaling_factor, handle=native, sync=False)
+            return routed.x.view(as_given), None, routed.scales, handle
+        if routing_map is None:
+            routing = self._by_ids(topk_idx, topk_weights, num_of_experts, None)
+            routed = self._route(hidden, routing, rows, scaling_factor, options)
+        else:
+            check_map(hidden, routing_map, probs)
+            self._check_experts(routing_map.shape[1], None)
+            routing, routed = self._route_map(hidden, routing_map, probs, rows, scaling_factor, options)
+        made = HybridEPDispatchHandle(HybridEPDispatchHandle.makers)
+        made.native, made.config = routed.handle, self.config
+        made.ids, made.num_experts = routing.ids, routing.num_experts
+        found = None
+        if routing.weights is not None:
+            weights = routed.topk_weights
+            assert weights is not None, "of flat rows"
+            found = weights_at(made.experts, weights, made.num_experts)
+        return routed.x.view(as_given), found, routed.scales, made
+
+    @counted_by_pool
+    def combine(
+        self,
+        hidden: torch.Tensor,
+        probs: torch.Tensor | None = None,
+        handle: HybridEPDispatchHandle | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """hidden `[T, H]`: the sum of a token's rows; `[T, E]` of `probs` `[rows, E]`, 0 beside the token's experts."""
+        native = self._pool.native_of(handle, HybridEPDispatchHandle, _HANDLE.format("dispatch"))
+        assert handle is not None, "has just been checked"
+        check_dimensions("hidden", hidden, "rows", "columns")
+        grads = None
+        if probs is not None:
+            check_dimensions("probs", probs, "rows", "experts")
+            shape = (native.y_shape[0], handle.num_experts)
+            check_tensor("probs", probs, device=native.plan.device, dtypes=(torch.float32,), shape=shape)
+            at = handle.experts
+            grads = probs.gather(1, at.clamp(min=0).long()).masked_fill_(at < 0, 0)
+        options = combining.Options(num_sms=limit_of(hidden, self.num_sms_combine_api))
+        self._pool.calls.begin(native.rounds, combines=True)
+        out = combining.combine(native.rounds, combining.Request(options), hidden, native, weight_grads=grads)
+        if isinstance(out, torch.Tensor):  # no probs
+            return out, None
+        combined, weights = out
+        return combined, weights_at(handle.ids, weights, handle.num_experts)
 
     @counted_by_pool
     def dispatch_with_permute(
@@ -179,7 +259,7 @@ class HybridEPBuffer(OverPool):
         if non_blocking and num_permuted_tokens is None:
             raise BadInput("num_permuted_tokens", "None", "rows to make room for, beside non_blocking")
         if handle is not None:
-            native = self._pool.native_of(handle, HybridEPHandle, _HANDLE)
+            native = self._pool.native_of(handle, HybridEPHandle, _HANDLE.format("dispatch_with_permute"))
             refuse("deep_ep", topk_weights=topk_weights, probs=probs)  # beside a handle
             if num_permuted_tokens not in (None, handle.rows):
                 raise BadInput("num_permuted_tokens", num_permuted_tokens, f"{handle.rows}: the handle's")
@@ -224,7 +304,7 @@ class HybridEPBuffer(OverPool):
         num_dispatched_tokens: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """hidden `[T, H]`: the sum of a token's rows, without weights; `[T, E]` of `probs` `[rows]`, 0 elsewhere."""
-        native = self._pool.native_of(handle, HybridEPHandle, _HANDLE)
+        native = self._pool.native_of(handle, HybridEPHandle, _HANDLE.format("dispatch_with_permute"))
         assert handle is not None, "has just been checked"
         if getattr(hidden, "ndim", 0) != 2:
             check_dimensions("hidden", hidden, "rows", "columns")
@@ -284,14 +364,14 @@ class HybridEPBuffer(OverPool):
             routing = self._within(routing, rows, options)
             return routing, self._route(hidden, routing, rows, scales, options)
         if self._topk == 0:
-            self._topk = self._most_picks(routing_map)
+            self._topk = self._most_picks(routing_map, options)
         routing = _Routing(*ids_of(routing_map, probs, self._topk), num_experts)
         try:
             return routing, self._route(hidden, routing, None, scales, options)
         except BadInput as error:
             if error.argument != "topk_idx" or error.got != f"expert {num_experts}":
                 raise
-            most = self._most_picks(routing_map)
+            most = self._most_picks(routing_map, options)
             if most <= self._topk:  # what an earlier call has left behind
                 raise
         self._topk = min(MAX_TOPK, 1 << (most - 1).bit_length())  # so that it grows a few times at most
@@ -299,8 +379,11 @@ class HybridEPBuffer(OverPool):
         return routing, self._route(hidden, routing, None, scales, options)
 
     def _within(self, routing: _Routing, rows: int | None, options: Options) -> _Routing:
-        """The routing without what the budgets of `rows`, ours and those of other ranks, have no room for."""
-        if rows is None:
+        """The routing without what the budgets of `rows`, ours and those of other ranks, have no room for.
+
+        A flat dispatch, whose caller knows how many rows come, has none.
+        """
+        if rows is None or options.layout == "flat":
             return routing
         kept = within_budgets(self._pool, routing.ids, routing.num_experts, rows, options.expert_alignment)
         return routing._replace(ids=kept.ids, overflow=kept.overflow)
@@ -315,10 +398,10 @@ class HybridEPBuffer(OverPool):
         )
         return handle
 
-    def _most_picks(self, routing_map: torch.Tensor) -> int:
+    def _most_picks(self, routing_map: torch.Tensor, options: Options) -> int:
         """Collective: the most experts of a token."""
         picks = int(routing_map.sum(dim=1).max()) if len(routing_map) else 0
-        most = self._pool.calls.agree(_METHOD, f"routing_map of {routing_map.shape[1]} experts", picks)
+        most = self._pool.calls.agree(_METHODS[options.layout], f"routing_map of {routing_map.shape[1]} experts", picks)
         if most > MAX_TOPK:
             raise BadInput("routing_map", f"{most} experts for a token of a rank", f"at most {MAX_TOPK}")
         return max(1, most)
@@ -333,11 +416,11 @@ class HybridEPBuffer(OverPool):
     ) -> Routed:
         """A dispatch by expert; where a rank has more tokens than the Buffer takes, again with a larger one."""
         ids, weights, num_experts, _, few = routing
-        most = self.config.max_num_of_tokens_per_rank  # another one once they grow
-        key = (hidden.shape[1], hidden.dtype, num_experts, ids.shape[1], few, most, rows is None)
+        most, layout = self.config.max_num_of_tokens_per_rank, options.layout  # other tokens once they grow
+        key = (hidden.shape[1], hidden.dtype, num_experts, ids.shape[1], few, most, rows is None, layout)
         buffer = self._buffers.get(key)
         if buffer is None:
-            buffer = self._buffers[key] = self._buffer(hidden, routing, rows, grow=False)
+            buffer = self._buffers[key] = self._buffer(hidden, routing, rows, layout, grow=False)
         self._pool.calls.begin(buffer.rounds)
         request = Request(options)
         if rows is not None:
@@ -347,18 +430,20 @@ class HybridEPBuffer(OverPool):
             hidden,
             ids,
             lambda buffer: dispatch(buffer.rounds, request, hidden, ids, weights, scales=scales, sync=True),
-            lambda: self._buffer(hidden, routing, rows, grow=True),
+            lambda: self._buffer(hidden, routing, rows, layout, grow=True),
             scales=scales,
-            layout="expert",
+            layout=layout,
             alignment=options.expert_alignment,
         )
 
-    def _buffer(self, hidden: torch.Tensor, routing: _Routing, rows: int | None, *, grow: bool) -> Buffer:
+    def _buffer(
+        self, hidden: torch.Tensor, routing: _Routing, rows: int | None, layout: Layout, *, grow: bool
+    ) -> Buffer:
         dtype = torch.bfloat16 if hidden.dtype is torch.float8_e4m3fn else hidden.dtype
         sizes = self.config
         if grow or not self._agreed:
             tokens = len(hidden) if grow else max(len(hidden), sizes.max_num_of_tokens_per_rank)
-            most = self._pool.calls.agree(_METHOD, f"num_of_experts={routing.num_experts}", tokens)
+            most = self._pool.calls.agree(_METHODS[layout], f"num_of_experts={routing.num_experts}", tokens)
             sizes.max_num_of_tokens_per_rank, self._agreed = most, True
         return self._pool.elastic(
             hidden.device,
@@ -367,20 +452,21 @@ class HybridEPBuffer(OverPool):
             routing.ids.shape[1],
             sizes.max_num_of_tokens_per_rank,
             dtype,
-            expand=True,
+            expand=layout == "expert",
             rows=rows if routing.few else None,
             waits=rows is None,
+            method=_METHODS[layout],
         )
 
-    def _options_of(self, hidden: torch.Tensor, align: int) -> Options:
+    def _options_of(self, hidden: torch.Tensor, align: int, layout: Layout = "expert") -> Options:
         """Raise BadInput unless these can be rows."""
         kind = getattr(hidden, "is_cuda", None), getattr(hidden, "layout", None), getattr(hidden, "ndim", 0)
-        key = (*kind, align, self.num_sms_dispatch_api)
+        key = (*kind, align, layout, self.num_sms_dispatch_api)
         options = self._options.get(key)
         if options is None:
             check_dimensions("hidden", hidden, "rows", "columns")
             limit = limit_of(hidden, self.num_sms_dispatch_api)
-            options = self._options[key] = Options("expert", align, num_sms=limit)
+            options = self._options[key] = Options(layout, align, num_sms=limit)
         return options
 
     def _received(

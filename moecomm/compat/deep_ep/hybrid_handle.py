@@ -42,6 +42,39 @@ class HybridEPHandle(LazyTuple):
     config: SimpleNamespace
 
 
+class HybridEPDispatchHandle(LazyTuple):
+    """The routing of a dispatch without a permutation, for combine and to repeat it.
+
+    It has deep_ep's seven items: three maps of its kernels, which are None, the rows that came int32 `[1]`,
+    local_expert_routing_map bool `[rows, E/R]`, num_of_tokens_per_rank and the config.
+    """
+
+    makers = (
+        *(3 * (lambda self: None,)),
+        lambda self: kept(self.native, "num_rows"),
+        lambda self: self.local_expert_routing_map(),
+        lambda self: self.native.num_tokens,
+        lambda self: self.config,
+    )
+
+    native: Handle
+    ids: torch.Tensor
+    num_experts: int
+    config: SimpleNamespace
+
+    @property
+    def experts(self) -> torch.Tensor:
+        """`[rows, K]`: the experts of each row that are here, -1 elsewhere."""
+        local = kept(self.native, "topk_idx")
+        return torch.where(local >= 0, local + self.native.rounds.local_experts.start, -1)
+
+    def local_expert_routing_map(self) -> torch.Tensor:
+        """Return which experts here a row is for."""
+        local, experts = kept(self.native, "topk_idx"), self.native.plan.local_experts
+        found = torch.zeros((len(local), experts + 1), dtype=torch.bool, device=local.device)
+        return found.scatter_(1, torch.where(local >= 0, local, experts).long(), True)[:, :experts]
+
+
 def indices_to_map(
     topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, num_of_tokens: int, num_of_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:

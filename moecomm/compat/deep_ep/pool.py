@@ -220,11 +220,12 @@ class Pool:
         expand: bool,
         rows: int | None = None,
         waits: bool = False,
+        method: str | None = None,
     ) -> Buffer:
         """Return the Buffer for rounds of deep_ep 2, whose callers say how many tokens a rank has at most.
 
         `rows`: the rows that the first caller asks for, where far fewer arrive than `topk` experts for every
-        token would make; ranks may differ.  `waits`: the host waits for the rows.
+        token would make; ranks may differ.  `waits`: the host waits for the rows.  `method`: see most().
         """
         key = ("expand" if expand else "flat", hidden, num_experts, topk, tokens, dtype, rows is None, waits)
         buffer = self._by_sizes.get(key)
@@ -233,7 +234,8 @@ class Pool:
         self.require_open()
         few = rows is not None
         sizes = (hidden, num_experts, topk, dtype)
-        most = self.most(rows or 0, *sizes, num_max_tokens_per_rank=tokens, do_expand=expand, waits=waits, few_rows=few)
+        more: dict[str, Any] = {"do_expand": expand, "waits": waits, "few_rows": few, "method": method}
+        most = self.most(rows or 0, *sizes, num_max_tokens_per_rank=tokens, **more)
         factor = None if waits else math.inf
         settings = self._settings(hidden, num_experts, topk, tokens + _MORE_TOKENS, dtype, factor)
         room = None if rows is None else max(_MORE_ROWS * most, self.ranks.ranks * settings.max_tokens)
