@@ -16,6 +16,17 @@ even in its dtype, and saturated.  A NaN of the result is 0x7f in e4m3 and 0x7fc
 | nvfp4 | e4m3(amax * (g * (1 / 6))) | x * min(1 / (scale * (1 / g)), largest float32) | TransformerEngine |
 | mxfp4 | the power of two above amax / 6 | x / scale | FlashInfer, fp4_quantize with UE8M0 scales |
 
+quantize() has other rules for scales, by `scale_rule`:
+
+| format, rule | scale | value, before it is rounded | the arithmetic of |
+| --- | --- | --- | --- |
+| mxfp8, floor | the power of two below amax, / 2^8 | x / scale | torchao's FLOOR, its default; microxcaling |
+| mxfp4, floor | the power of two below amax, / 2^2 | x / scale | the same |
+| int8_token, range | amax / 127.5, of zeros 2^-23 | x / scale | compressed-tensors, of symmetric INT8 in float32 |
+
+With "floor" values of up to twice the largest saturate, scales are 2^-127 at least, and infinity makes a scale NaN, as
+NaN does.  With "range" the value of -amax is -128 or -127, and that of amax 127.
+
 The power of two above: the smallest that is not below; of mxfp8 and mxfp4 at least 2^-127, of infinity 2^127.  g is
 `global_scale`, or 1.  Columns that a last group lacks count as zeros.
 
@@ -40,6 +51,7 @@ What becomes of special values:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -157,7 +169,12 @@ def _check(
 
 
 def quantize(
-    x: torch.Tensor, name: str, *, scale_format: str = "fp32", global_scale: float | torch.Tensor | None = None
+    x: torch.Tensor,
+    name: str,
+    *,
+    scale_format: str = "fp32",
+    global_scale: float | torch.Tensor | None = None,
+    scale_rule: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Cast rows; see this module for the arithmetic of each format.
 
@@ -170,6 +187,8 @@ def quantize(
         global_scale: positive; a number, or float32 `[1]` on the device of x.  fp8_tensor: the scale of all values, and
             required.  nvfp4: the factor g of all values before they are scaled, such as 2688 / amax of the tensor.
             Rows that travel: the same on all ranks, so that amax is that of the tokens of all ranks.
+        scale_rule: "floor" of mxfp8 and mxfp4, "range" of int8_token; None: the rule of the format, which is that of
+            Buffer.dispatch(quantize=).
 
     Returns:
         Values `[T, value_columns(H)]` and scales `[T, scale_columns(H)]`, None for fp8_tensor, in the dtypes of the
@@ -179,6 +198,12 @@ def quantize(
         BadInput: an argument is not as above.
     """
     fmt, given = check(x, name, scale_format, global_scale)
+    casts = _CASTS
+    if scale_rule is not None:
+        check_name("scale_rule", scale_rule, tuple(_RULES))
+        casts = _RULES[scale_rule]
+        if name not in casts:
+            raise BadInput("scale_rule", repr(scale_rule), f"None with quantize={name!r}")
     hidden = x.shape[1]
     wide = x.float()
     if fmt.group == "tensor":
@@ -188,7 +213,7 @@ def quantize(
     columns = fmt.scale_columns(hidden) * group
     wide = torch.nn.functional.pad(wide, (0, columns - hidden)).view(len(x), columns // group, group)
     amax = wide.abs().amax(dim=2, keepdim=True)  # NaN if one is
-    scaled, scales = _CASTS[name](wide, amax, fmt, scale_format, given)
+    scaled, scales = casts[name](wide, amax, fmt, scale_format, given)
     scaled = scaled.flatten(1)[:, :hidden]
     return _NARROW[fmt.values](scaled), scales.squeeze(2)
 
@@ -330,6 +355,18 @@ def _mx(x: torch.Tensor, amax: torch.Tensor, fmt: Format, *_: Any) -> tuple[torc
     return x * scales.float().reciprocal(), scales
 
 
+def _mx_floor(x: torch.Tensor, amax: torch.Tensor, fmt: Format, *_: Any) -> tuple[torch.Tensor, ...]:
+    exponent = ((amax.view(torch.int32) >> 23) - math.frexp(fmt.largest)[1] + 1).clamp(min=0)
+    scales = torch.where(amax.isfinite(), exponent, 255).to(torch.uint8).view(_UE8M0)
+    return x * scales.float().reciprocal(), scales
+
+
+def _int8_range(x: torch.Tensor, amax: torch.Tensor, fmt: Format, *_: Any) -> tuple[torch.Tensor, ...]:
+    scales = amax / _full(amax, fmt.largest + 0.5)
+    scales = scales.masked_fill(scales == 0, torch.finfo(_FLOAT).eps)
+    return x / scales, _canonical(scales)
+
+
 def _nvfp4(
     x: torch.Tensor, amax: torch.Tensor, fmt: Format, _: str, given: float | torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
@@ -346,6 +383,10 @@ _CASTS: dict[str, Callable[..., tuple[torch.Tensor, ...]]] = {
     "mxfp8": _mx,
     "nvfp4": _nvfp4,
     "mxfp4": _mx,
+}
+_RULES: dict[str, dict[str, Callable[..., tuple[torch.Tensor, ...]]]] = {
+    "floor": {"mxfp8": _mx_floor, "mxfp4": _mx_floor},
+    "range": {"int8_token": _int8_range},
 }
 
 

@@ -61,9 +61,27 @@ def f32(value: float) -> np.float32:
     return np.float32(value)
 
 
-def cast_group(name: str, x: Array, g: float) -> tuple[Array, Array | None]:
+def floor_of(amax: Array, largest: float) -> Array:
+    """Return biased exponents of the power of two below, over that below the largest value; at least 0."""
+    seen, where = np.unique(amax, return_inverse=True)
+    found = [
+        max(math.frexp(float(value))[1] - math.frexp(largest)[1] + 127, 0) if math.isfinite(value) else 255
+        for value in seen
+    ]
+    return np.where(seen == 0, 0, np.array(found))[where].reshape(amax.shape)
+
+
+def cast_group(name: str, x: Array, g: float, rule: str | None = None) -> tuple[Array, Array | None]:
     """Cast [T, n] float32, of which a row is one group.  Return codes [T, n], and scales [T, 1] as they are stored."""
     amax = np.abs(x).max(axis=1, keepdims=True)
+    if rule == "range":
+        scale = amax / f32(127.5)
+        scale = np.where(scale == 0, f32(2**-23), scale)
+        return int8(x / scale), scale
+    if rule == "floor":
+        stored = floor_of(amax, FORMATS[name].largest)
+        up = np.where(stored == 255, np.nan, 2.0 ** (127.0 - stored)).astype(np.float32)
+        return (e4m3 if name == "mxfp8" else e2m1)(x * up), stored.astype(np.uint8)
     if name == "fp8_tensor":
         return e4m3(x * (f32(1) / f32(g))), None
     if name == "fp8_token":
@@ -86,11 +104,11 @@ def cast_group(name: str, x: Array, g: float) -> tuple[Array, Array | None]:
 
 
 @np.errstate(all="ignore")
-def cast(name: str, x: torch.Tensor, g: float = 1.0) -> tuple[Array, Array | None]:
+def cast(name: str, x: torch.Tensor, g: float = 1.0, rule: str | None = None) -> tuple[Array, Array | None]:
     """Cast rows of any size: groups one by one."""
     wide, each = x.float().numpy(), FORMATS[name].group
     step = each if isinstance(each, int) else x.shape[1]
-    made = [cast_group(name, wide[:, at : at + step], g) for at in range(0, x.shape[1], step)]
+    made = [cast_group(name, wide[:, at : at + step], g, rule) for at in range(0, x.shape[1], step)]
     codes = np.concatenate([codes for codes, _ in made], axis=1)
     scales = [scale for _, scale in made if scale is not None]
     if FORMATS[name].bits == 4:
@@ -98,9 +116,9 @@ def cast(name: str, x: torch.Tensor, g: float = 1.0) -> tuple[Array, Array | Non
     return codes, np.concatenate(scales, axis=1) if scales else None
 
 
-def check(name: str, x: torch.Tensor, g: float | None = None) -> None:
-    rows, scales = quantize(x, name, global_scale=g)
-    codes, wanted = cast(name, x, 1.0 if g is None else g)
+def check(name: str, x: torch.Tensor, g: float | None = None, rule: str | None = None) -> None:
+    rows, scales = quantize(x, name, global_scale=g, scale_rule=rule)
+    codes, wanted = cast(name, x, 1.0 if g is None else g, rule)
     fmt = FORMATS[name]
     assert rows.shape == (len(x), fmt.value_columns(x.shape[1])) and rows.dtype == fmt.values and rows.is_contiguous()
     assert np.array_equal(rows.view(torch.uint8).numpy(), codes.view(np.uint8))
@@ -146,6 +164,28 @@ def test_rows_of_any_size(name: str, dtype: torch.dtype) -> None:
             check(name, ordinary.to(dtype), scale)
     if name == "nvfp4":
         check(name, ordinary.to(dtype))
+
+
+@pytest.mark.parametrize(("name", "rule"), [("mxfp8", "floor"), ("mxfp4", "floor"), ("int8_token", "range")])
+def test_other_rules_for_scales(name: str, rule: str) -> None:
+    for _, x in every_bf16():
+        check(name, x, rule=rule)
+    g = torch.Generator().manual_seed(3)
+    for tokens, hidden in ((0, 64), (3, 128), (64, 300)):
+        check(name, torch.randn(tokens, hidden, generator=g) * torch.logspace(-4, 3, hidden), rule=rule)
+        check(
+            name,
+            torch.randint(0, 256, (tokens, hidden * 4), generator=g, dtype=torch.uint8).view(torch.float32),
+            rule=rule,
+        )
+    x = torch.tensor([[1.75 * 2**9, 1.0, *[0.0] * 30]])
+    values, scales = quantize(x, name, scale_rule=rule)
+    assert scales is not None
+    if rule == "floor":  # the power of two below amax, over that below the largest value
+        assert scales.float().item() == (2.0 if name == "mxfp8" else 2.0**7)
+        assert dequantize(values, scales, name)[0, 0] == (896 if name == "mxfp8" else 768), "saturated where it is more"
+    else:
+        assert quantize(-x, name, scale_rule=rule)[0][0, 0] == -128 and values[0, 0] == 127
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -250,6 +290,9 @@ def test_swizzle(shape: tuple[int, ...]) -> None:
         (lambda x: quantize(x, "nvfp4", global_scale=torch.ones(1, dtype=torch.float64)), "global_scale"),
         (lambda x: quantize(x, "nvfp4", global_scale=torch.ones(1, device="meta")), "global_scale"),
         (lambda x: quantize(x, "mxfp8", global_scale=1.0), "global_scale"),
+        (lambda x: quantize(x, "mxfp8", scale_rule="ceil"), "scale_rule"),
+        (lambda x: quantize(x, "mxfp8", scale_rule="range"), "scale_rule"),
+        (lambda x: quantize(x, "fp8", scale_rule="floor"), "scale_rule"),
         (lambda x: quantize(x[:, :3], "mxfp4"), "x"),
         (lambda x: quantize(x[0], "mxfp8"), "x"),
         (lambda x: quantize(x[:, :0], "fp8_token"), "x"),

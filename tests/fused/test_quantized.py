@@ -145,6 +145,22 @@ def test_sums_of_int8_are_exact() -> None:
     assert torch.equal(out, (sums * (scales[0] * scales[1])).bfloat16())
 
 
+def test_weights_of_compressed_tensors_are_taken_as_they_come() -> None:
+    """Its INT8 divides by 127.5, uses -128, and has scales `[N, 1]` in bfloat16."""
+    g = torch.Generator().manual_seed(4)
+    w = torch.randn(EXPERTS, N, K, generator=g)
+    values, scales = formats.quantize(w.view(-1, K), "int8_token", scale_rule="range")
+    assert scales is not None
+    values, scales = values.view(w.shape), scales.bfloat16().view(EXPERTS, N, 1)
+    assert (values == -128).any() and (values == 127).any()
+    x = quantize_rows(torch.randn(30, K, generator=g), torch.int8)
+    out = grouped_gemm(x, Int8(values, scales.float().squeeze(-1)), counts_of((10, 10, 10)))
+    for expert, place in enumerate((slice(0, 10), slice(10, 20), slice(20, 30))):
+        sums = (x.data[place].long() @ values[expert].long().T).float()
+        want = (sums * (x.scales[place] * scales[expert].float().T)).bfloat16()
+        assert torch.equal(out[place], want)
+
+
 @pytest.mark.parametrize("dtype", KINDS)
 def test_scales_of_whole_tensors_are_those_of_every_row_and_channel(dtype: torch.dtype) -> None:
     x, w = inputs(dtype)
