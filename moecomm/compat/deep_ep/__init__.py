@@ -36,7 +36,7 @@ from types import ModuleType
 
 import torch
 
-from moecomm.compat.deep_ep import allocator, base, buffer, comm, elastic, ep, event, hybrid, recv_view
+from moecomm.compat.deep_ep import allocator, base, buffer, comm, elastic_rounds, ep, event, hybrid, recv_view
 from moecomm.compat.deep_ep.allocator import (
     BufferAllocator,
     get_num_allocation_alignment,
@@ -47,7 +47,7 @@ from moecomm.compat.deep_ep.base import BufferBase
 from moecomm.compat.deep_ep.buffer import Buffer
 from moecomm.compat.deep_ep.comm import destroy_all_managed_nccl_comm
 from moecomm.compat.deep_ep.config import Config
-from moecomm.compat.deep_ep.elastic import ElasticBuffer
+from moecomm.compat.deep_ep.elastic_rounds import ElasticBuffer
 from moecomm.compat.deep_ep.ep import BucketBuffer, BucketSession, EngramBuffer, EPBuffer, PPBuffer
 from moecomm.compat.deep_ep.ep_handle import EPHandle
 from moecomm.compat.deep_ep.event import EventHandle, EventOverlap
@@ -58,13 +58,13 @@ __version__ = "2.1.0"  # of the interface
 topk_idx_t = torch.int64
 utils = event  # deep_ep.utils has the events
 buffers = ModuleType("deep_ep.buffers")  # deep_ep 2's path to its classes
-vars(buffers).update(legacy=buffer, elastic=elastic, ep=ep, allocator=allocator, base=base, recv_view=recv_view)
+vars(buffers).update(legacy=buffer, elastic=elastic_rounds, ep=ep, allocator=allocator, base=base, recv_view=recv_view)
 buffers.__spec__ = ModuleSpec("deep_ep.buffers", None, is_package=True)  # which importlib.util.find_spec asks for
 MODULES = {  # import paths below deep_ep
     "buffer": buffer,
     "buffers": buffers,
     "buffers.legacy": buffer,
-    "buffers.elastic": elastic,
+    "buffers.elastic": elastic_rounds,
     "buffers.ep": ep,
     "buffers.allocator": allocator,
     "buffers.base": base,

@@ -1,13 +1,60 @@
-"""The hook of a dispatch that has begun."""
+"""Arrivals of dispatches: their hooks, and deep_ep's statistics of waits for peers, which DeepXTrace reads.
+
+deep_ep adds up the cycles that its warps wait for each source rank.  Here the counters of rounds have nanoseconds, of
+one thread a peer, for its round header and its rows.  DeepXTrace compares ranks with each other, and needs no unit.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
+import torch
+
+from moecomm.base.arrays import check_tensor
+from moecomm.base.protocol import PEER_COUNTERS, SCALAR_COUNTERS
 from moecomm.buffer import Buffer
 from moecomm.compat.deep_ep.event import EventHandle
-from moecomm.compat.deep_ep.waits import WaitCost
+from moecomm.compat.deep_ep.pool import check_dimensions
+from moecomm.errors import BadInput
+from moecomm.observe.stats.counters import WAITS
+from moecomm.rounds.rounds import Rounds
 from moecomm.routed import Routed
+
+_FIRST_WAIT = PEER_COUNTERS - len(WAITS)
+
+
+class WaitCost:
+    """Adds to a caller's tensor what rounds wait for each peer.  On the current stream; a graph can capture it.
+
+    Args:
+        name: of the argument.
+        total: int64 `[R]`.
+        ranks: of the group.
+        device: of the rounds.
+    """
+
+    def __init__(self, name: str, total: torch.Tensor, ranks: int, device: torch.device) -> None:
+        check_dimensions(name, total, "ranks")
+        check_tensor(name, total, device=device, dtypes=(torch.int64,), shape=(ranks,))
+        if not total.is_contiguous():
+            raise BadInput(name, "a tensor with gaps", "a contiguous one")
+        self._total = total
+
+    def before(self, rounds: Rounds, phase: Literal["dispatch", "combine"]) -> None:
+        """Note the waits before a round, or a half of one."""
+        self._begun = _waited(rounds, phase)
+
+    def after(self, rounds: Rounds, phase: Literal["dispatch", "combine"]) -> None:
+        """Add the waits of the round."""
+        self._total.add_(_waited(rounds, phase) - self._begun)
+
+
+def _waited(rounds: Rounds, phase: Literal["dispatch", "combine"]) -> torch.Tensor:
+    """Return a new tensor, int64 `[R]`: the time that this rank has waited for headers and for such rows."""
+    ranks = rounds.num_ranks
+    peers = rounds.session.counters()[SCALAR_COUNTERS : SCALAR_COUNTERS + PEER_COUNTERS * ranks].view(-1, ranks)
+    return peers[_FIRST_WAIT] + peers[_FIRST_WAIT + WAITS.index(phase)]
 
 
 class Arrival:

@@ -1,4 +1,7 @@
-"""Rounds that ElasticBuffer and EPBuffer share, over moecomm's flat (do_expand=False) and expert layouts."""
+"""deep_ep.ElasticBuffer, of deep_ep 2.0 and 2.1, and its rounds, which EPBuffer shares.
+
+They are over moecomm's flat (do_expand=False) and expert layouts.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,12 @@ from moecomm.compat.deep_ep.pool import (
     check_dispatch_sizes,
     check_hint,
     check_stats,
+    counted_by_pool,
     limit_of,
+    not_here,
+    refuse,
 )
+from moecomm.compat.names import takes
 from moecomm.dispatch.tables import kept
 from moecomm.errors import BadInput, Unsupported
 from moecomm.gpu import padding
@@ -33,6 +40,8 @@ from moecomm.routed import Routed
 
 _TOPK_HINT = 32  # when a caller does not say it: the most there can be
 _FEW_SMS, _MANY_SMS = 16, 64  # measured to be enough beside computations, and alone
+__all__ = ["EPHandle", "ElasticBuffer", "ElasticRounds"]
+
 _HANDLE = "the handle that dispatch returned"
 _FLAT, _REPEAT = dispatch.Options("flat"), dispatch.Options()
 _Room = tuple[Buffer, int | None, dispatch.Options]  # for what rows to make room in each dispatch; None: those expected
@@ -329,6 +338,62 @@ class ElasticRounds(BufferBase):
                 raise BadInput(name, given, f"{getattr(handle, name)}, which the handle has")
         if do_expand != handle.do_expand:
             raise Unsupported(f"do_expand={do_expand} with a handle of do_expand={handle.do_expand}")
+
+
+class ElasticBuffer(ElasticRounds):
+    """Dispatch and combine of deep_ep 2; see its documentation, and the package for differences.
+
+    Memory is taken by the first call with new sizes, on all ranks alike.  `num_bytes`, if given, is the least that a
+    window gets.  `num_gpu_timeout_secs` is how long any wait may take.  `allow_multiple_reduction` lets the sum of a
+    rank's rows be rounded before it travels (do_expand).  Rows are always in the same order: `deterministic` changes
+    nothing, nor do the settings for RDMA.
+    """
+
+    @takes(f"group num_bytes=None num_cpu_bytes=0 {SIZES} {SETTINGS} sl_idx=3 {LIMITS}")
+    def __init__(self, *, num_cpu_bytes: int, **given: Any) -> None:
+        refuse("deep_ep", num_cpu_bytes=num_cpu_bytes)
+        super().__init__(**given)
+
+    @counted_by_pool
+    @takes("use_comm_stream=True with_cpu_sync=False sequential=True")
+    def barrier(self, **_: bool) -> None:
+        """Return when the work before it is done on every rank: the host waits, with or without `with_cpu_sync`."""
+        self._barrier()
+
+    @takes(f"{SMS} sm_read_gbs=200 sm_write_gbs=50")
+    def get_theoretical_num_sms(self, **_: float) -> int:
+        """Return few or many SMs, as `prefer_overlap_with_compute` asks; num_sms=0 lets moecomm's own table decide."""
+        return self._theoretical_num_sms()
+
+    @counted_by_pool
+    @takes(f"{DISPATCH} previous_event_before_epilogue=None {STREAMS} handle=None do_handle_copy=True {ROWS}")
+    def dispatch(self, *, previous_event: Any, previous_event_before_epilogue: Any, **given: Any) -> Any:
+        """recv_x or (recv_x, recv_sf), recv_topk_idx, recv_topk_weights, handle, event.
+
+        `do_zero_padding`, `do_handle_copy` and the statistics take a small kernel or two of their own; `topk_weights`
+        beside `handle` a small round.
+        """
+        return self._dispatch(events=(previous_event, previous_event_before_epilogue), **given)
+
+    @counted_by_pool
+    @takes(f"{COMBINE} previous_event_before_epilogue=None {STREAMS}")
+    def combine(self, *, previous_event: Any, previous_event_before_epilogue: Any, **given: Any) -> Any:
+        """combined_x, combined_topk_weights (None without `topk_weights`), event.  Rows are added without weights.
+
+        Two biases are added up first, in float32, by a few kernels of their own.
+        """
+        return self._combine(events=(previous_event, previous_event_before_epilogue), **given)
+
+
+# Names of deep_ep's experiments: memory of others' entries, pipelines, and collectives.
+EXPERIMENTS = (
+    *("get_engram_storage_size_hint", "engram_write", "engram_fetch"),
+    *("get_pp_buffer_size_hint", "pp_set_config", "pp_send", "pp_recv"),
+    *("get_agrs_num_max_session_bytes", "get_agrs_buffer_size_hint", "agrs_set_config", "create_agrs_session"),
+    *("destroy_agrs_session", "agrs_new_session", "agrs_get_inplace_tensor", "all_gather"),
+)
+for _name in EXPERIMENTS:
+    setattr(ElasticBuffer, _name, staticmethod(not_here(_name)))
 
 
 def _zero_padding(routed: Routed, x: torch.Tensor, scales: torch.Tensor | None) -> None:

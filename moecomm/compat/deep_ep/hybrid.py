@@ -175,13 +175,8 @@ class HybridEPBuffer(OverPool):
             self._pool.calls.begin(native.rounds)
             routed = dispatch(native.rounds, Request(options), hidden, scales=scaling_factor, handle=native, sync=False)
             return routed.x.view(as_given), None, routed.scales, handle
-        if routing_map is None:
-            routing = self._by_ids(topk_idx, topk_weights, num_of_experts, None)
-            routed = self._route(hidden, routing, rows, scaling_factor, options)
-        else:
-            check_map(hidden, routing_map, probs)
-            self._check_experts(routing_map.shape[1], None)
-            routing, routed = self._route_map(hidden, routing_map, probs, rows, scaling_factor, options)
+        by_ids = topk_idx, topk_weights, num_of_experts
+        routing, routed = self._routed(hidden, by_ids, routing_map, probs, None, rows, scaling_factor, options)
         made = HybridEPDispatchHandle(HybridEPDispatchHandle.makers)
         made.native, made.config = routed.handle, self.config
         made.ids, made.num_experts = routing.ids, routing.num_experts
@@ -271,17 +266,8 @@ class HybridEPBuffer(OverPool):
             return (*received, handle.tokens_per_expert, handle)
         options = self._options_of(hidden, pad_multiple or 1)
         hidden, as_given = _values(hidden)
-        if routing_map is None:
-            routing = self._by_ids(topk_idx, topk_weights, num_of_experts, num_of_experts_per_rank)
-            if num_permuted_tokens is not None:
-                shape, dtypes = (hidden.shape[0], None), (torch.int64, torch.int32)
-                check_tensor("topk_idx", routing.ids, device=hidden.device, dtypes=dtypes, shape=shape)
-            routing = self._within(routing, num_permuted_tokens, options)
-            routed = self._route(hidden, routing, num_permuted_tokens, scaling_factor, options)
-        else:
-            check_map(hidden, routing_map, probs)
-            self._check_experts(routing_map.shape[1], num_of_experts_per_rank)
-            routing, routed = self._route_map(hidden, routing_map, probs, num_permuted_tokens, scaling_factor, options)
+        by_ids, sizes = (topk_idx, topk_weights, num_of_experts), (num_of_experts_per_rank, num_permuted_tokens)
+        routing, routed = self._routed(hidden, by_ids, routing_map, probs, *sizes, scaling_factor, options)
         x, scales, weights, counts = routed.plan.expert_tensors(routed, counted=True)
         if not non_blocking:
             counts = counts.to("cpu", copy=True)
@@ -325,18 +311,32 @@ class HybridEPBuffer(OverPool):
         combined, weights = out
         return combined, weights_at(handle.ids, weights, handle.num_experts)
 
-    def _by_ids(
+    def _routed(
         self,
-        topk_idx: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        num_experts: int | None,
+        hidden: torch.Tensor,
+        by_ids: tuple[torch.Tensor | None, torch.Tensor | None, int | None],
+        routing_map: torch.Tensor | None,
+        probs: torch.Tensor | None,
         per_rank: int | None,
-    ) -> _Routing:
+        rows: int | None,
+        scales: torch.Tensor | None,
+        options: Options,
+    ) -> tuple[_Routing, Routed]:
+        """Dispatch by topk_idx, topk_weights and num_of_experts, or by a map."""
+        if routing_map is not None:
+            check_map(hidden, routing_map, probs)
+            self._check_experts(routing_map.shape[1], per_rank)
+            return self._route_map(hidden, routing_map, probs, rows, scales, options)
+        topk_idx, topk_weights, num_experts = by_ids
         if topk_idx is None or num_experts is None:
             raise BadInput("routing_map", "None", "it, topk_idx and num_of_experts, or handle")
         check_dimensions("topk_idx", topk_idx, "tokens", "topk")
         self._check_experts(num_experts, per_rank)
-        return _Routing(topk_idx, topk_weights, num_experts)
+        if rows is not None:
+            shape, dtypes = (hidden.shape[0], None), (torch.int64, torch.int32)
+            check_tensor("topk_idx", topk_idx, device=hidden.device, dtypes=dtypes, shape=shape)
+        routing = self._within(_Routing(topk_idx, topk_weights, num_experts), rows, options)
+        return routing, self._route(hidden, routing, rows, scales, options)
 
     def _check_experts(self, num_experts: int, per_rank: int | None) -> None:
         check_experts(num_experts, self.group_size)

@@ -9,20 +9,26 @@ from typing import Any, NamedTuple
 import torch
 
 from moecomm import combine as combining
-from moecomm.base.arrays import as_tensor, check_tensor
-from moecomm.base.validation import check_flags, check_integer
+from moecomm.base.arrays import as_tensor, check_tensor, has_memory
+from moecomm.base.validation import check_flag, check_flags, check_integer, check_same_device
 from moecomm.buffer import Buffer
 from moecomm.combine.arguments import takes_weights
-from moecomm.compat.deep_ep.arrival import Arrival
+from moecomm.compat.deep_ep.arrival import Arrival, WaitCost
 from moecomm.compat.deep_ep.event import EventOverlap, finished
 from moecomm.compat.deep_ep.lazy import LazyTuple
-from moecomm.compat.deep_ep.masks import MaskBuffer
-from moecomm.compat.deep_ep.pool import Pool, check_dimensions, check_experts, check_stats, counted_by_pool, refuse
-from moecomm.compat.deep_ep.waits import WaitCost
+from moecomm.compat.deep_ep.pool import (
+    OverPool,
+    Pool,
+    check_dimensions,
+    check_experts,
+    check_stats,
+    counted_by_pool,
+    refuse,
+)
 from moecomm.dispatch import Options, Request, dispatch, dispatch_begin
 from moecomm.dispatch.tables import kept, table
-from moecomm.errors import BadInput, RoundFailed
-from moecomm.membership.masking import require_repeats
+from moecomm.errors import BadInput, RoundFailed, Unsupported
+from moecomm.membership.masking import is_masked, require_repeats
 from moecomm.routed import Handle, Routed
 
 # Requests of a dispatch: rows as they are, in FP8, with scales that are powers of two or their exponents, in FP4.
@@ -75,8 +81,39 @@ class LowLatencyHandle(LazyTuple):
     combine_rows: torch.Tensor | None = None  # in the window, for the next combine without a copy
 
 
-class LowLatency(MaskBuffer):
-    """The low-latency half of Buffer."""
+class LowLatency(OverPool):
+    """The low-latency half of Buffer.  Calls that change masks are collective, other than deep_ep's."""
+
+    group_size: int
+
+    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
+        """Mask a rank, or take it in again.  All ranks that stay make this call; to unmask, that rank as well.
+
+        Raises:
+            Unsupported: masking before the first low-latency call, whose sizes are not known; see Buffer.mask.
+        """
+        check_integer("rank_to_mask", rank_to_mask, 0, self.group_size - 1)
+        check_flag("mask", mask)
+        opened = self._pool.low_latency()
+        if mask and not opened:
+            raise Unsupported("low_latency_update_mask_buffer(mask=True) before the first low-latency call")
+        for buffer in opened:
+            if mask != is_masked(buffer.rounds, rank_to_mask):
+                change = buffer.mask if mask else buffer.unmask
+                change([rank_to_mask])
+
+    def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
+        """Write 1 for each masked rank, and 0 for others."""
+        masked = {rank for buffer in self._pool.low_latency() for rank in buffer.masked}
+        write_mask(mask_status, [rank in masked for rank in range(self.group_size)])
+
+    def low_latency_clean_mask_buffer(self) -> None:
+        """Take all masked ranks in again.  All ranks make this call."""
+        for buffer in self._pool.low_latency():
+            # A rank's own list lacks the rank itself.
+            own = {buffer.rank} if is_masked(buffer.rounds, buffer.rank) else set()
+            if joining := own.union(buffer.masked):
+                buffer.unmask(joining)
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
         """Nothing is left behind by normal calls, so there is nothing to clean.
@@ -303,6 +340,17 @@ class LowLatency(MaskBuffer):
             handle.combine_rows = combining.empty(native.rounds, native, native.rounds.dtype)
         rows: torch.Tensor = handle.combine_rows
         return rows
+
+
+def write_mask(mask_status: torch.Tensor, masked: list[bool]) -> None:
+    """Write 1 for each rank that is masked, and 0 for others."""
+    check_dimensions("mask_status", mask_status, "ranks")
+    check_same_device(mask_status=mask_status)
+    if not has_memory(mask_status):
+        raise BadInput("mask_status", "a tensor without memory", "one that has some")
+    if mask_status.shape != (len(masked),) or mask_status.dtype is not torch.int32:
+        raise BadInput("mask_status", f"{mask_status.dtype} {tuple(mask_status.shape)}", "int32 [ranks]")
+    mask_status.copy_(torch.tensor(masked, dtype=torch.int32))
 
 
 def layout_range(handle: Handle) -> torch.Tensor:

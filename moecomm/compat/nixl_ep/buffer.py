@@ -14,8 +14,7 @@ from moecomm.buffer import Buffer as NativeBuffer
 from moecomm.compat.deep_ep.buffer import Buffer as DeepEP
 from moecomm.compat.deep_ep.config import check_even_sms
 from moecomm.compat.deep_ep.event import EventOverlap, uses_cuda
-from moecomm.compat.deep_ep.low_latency import LowLatency, LowLatencyHandle
-from moecomm.compat.deep_ep.masks import write_mask
+from moecomm.compat.deep_ep.low_latency import LowLatency, LowLatencyHandle, write_mask
 from moecomm.compat.deep_ep.pool import Pool, check_dimensions, not_here, refuse
 from moecomm.compat.names import takes
 from moecomm.compat.nixl_ep.meeting import meet
