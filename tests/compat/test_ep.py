@@ -192,7 +192,7 @@ def test_rows_are_borrowed(weighted: bool, asynchronous: bool) -> None:
         assert torch.equal(buffer.combine(torch.ones_like(again), handle)[0], counts.bfloat16().expand(-1, x.shape[1]))
         buffer.destroy()
 
-    together(case.ranks, body)
+    all_ranks(case.ranks, body)
 
 
 def test_ids_of_a_handle_stay() -> None:

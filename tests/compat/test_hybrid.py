@@ -153,7 +153,7 @@ def test_rows_without_a_permutation(seed: int, known: bool, by_map: bool) -> Non
         assert torch.equal(scales, torch.cat([scale for _, scale in fp8])[here])
         buffer._pool.close()
 
-    together(case.ranks, body)
+    all_ranks(case.ranks, body)
 
 
 def test_a_handle_is_of_the_call_that_made_it() -> None:
@@ -170,7 +170,7 @@ def test_a_handle_is_of_the_call_that_made_it() -> None:
         with pytest.raises(moecomm.TooManyRows):
             buffer.dispatch(x, topk_idx=ids, num_of_experts=2, num_dispatched_tokens=1)
 
-    together(1, body)
+    all_ranks(1, body)
 
 
 def test_scales_travel() -> None:
