@@ -9,8 +9,8 @@ import torch
 
 from moecomm.compat.deep_ep import Buffer
 
+from ..backends.conftest import all_ranks
 from ..test_walks import walk_of
-from .together import together
 
 CALLS, FILES = 12, 6  # of moecomm, entered by a call
 
@@ -38,4 +38,4 @@ def test_a_repeated_low_latency_call_passes_few_functions(given: dict[str, Any],
             assert len({file for file, _ in walk}) <= most, walk
         buffer.destroy()
 
-    together(2, body)
+    all_ranks(2, body)
