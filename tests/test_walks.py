@@ -74,6 +74,34 @@ def test_a_repeated_call_passes_few_functions(layout: Any) -> None:
             assert len({file for file, _ in walk}) <= FILES, (name, [file for file, _ in groupby(walk, lambda w: w[0])])
 
 
+def test_a_repeated_layer_passes_few_functions() -> None:
+    """Beside the activation, once an expert; the numbers are those of today and must not grow."""
+    x, ids, weights = tensors()
+    w13, w2 = torch.ones(EXPERTS, 32, HIDDEN).bfloat16(), torch.ones(EXPERTS, HIDDEN, 16).bfloat16()
+    with_grads = [tensor.clone().requires_grad_() for tensor in (x, w13, w2)]
+    with opened() as buffer:
+        routed = moecomm.ops.dispatch(buffer, x, ids, weights)
+        rows = routed.x.clone()
+
+        def trained() -> torch.Tensor:
+            return moecomm.ops.moe(buffer, with_grads[0], ids, weights, *with_grads[1:])
+
+        calls = {
+            "moe": (lambda: buffer.moe(x, ids, weights, w13, w2), 22, 8),
+            "ops.dispatch": (lambda: moecomm.ops.dispatch(buffer, x, ids, weights), 40, 17),
+            "ops.combine": (lambda: moecomm.ops.combine(rows, routed.handle), 40, 19),
+            "ops.moe": (lambda: moecomm.ops.moe(buffer, x, ids, weights, w13, w2), 46, 17),
+            "ops.moe with gradients": (trained, 46, 18),
+            "ops.moe and its gradients": (lambda: trained().sum().backward(), 155, 31),
+        }
+        for name, (call, functions, files) in calls.items():
+            for _ in range(3):
+                call()
+            walk = [step for step in walk_of(call) if step != ("fused/activations.py", "apply")]
+            assert len(walk) <= functions, (name, len(walk), walk)
+            assert len({file for file, _ in walk}) <= files, (name, [file for file, _ in groupby(walk, lambda w: w[0])])
+
+
 def test_what_is_made_natively_has_every_attribute() -> None:
     x, ids, weights = tensors()
     with opened() as buffer:
