@@ -329,7 +329,7 @@ class Buffer(Bound):
         """
         rounds, number = self.rounds, options.pop("_layer", 0)  # of nn.ExpertParallel, as in moecomm.ops.moe
         try:
-            request = layer_options.Request(layer_options.Options(**options), number=number)
+            request = layer_options.Request(layer_options.Options(**options), layer=number)
         except TypeError:
             raise unexpected(self.moe, options) from None
         others = {"out": out, "bias": bias, "dropped": dropped, "w13_bias": w13_bias, "w2_bias": w2_bias}

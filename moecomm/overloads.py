@@ -1,4 +1,7 @@
-"""Calls of a Buffer that take options.  signatures.py writes overloads.pyi when moecomm is built: their types."""
+"""Decorators of the calls of Buffer whose types depend on their arguments, most of which end with `**options`.
+
+The build writes their types to overloads.pyi (signatures.py).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
 def takes(options: Any = None) -> Callable[[_Call], _Call]:
-    """Return the decorator of a call whose further keywords are the fields of `options`, a NamedTuple."""
+    """Return the decorator of a call; `options`: the NamedTuple of its further keywords, if it has any."""
 
     def decorate(call: _Call) -> _Call:
         not_traced(call)

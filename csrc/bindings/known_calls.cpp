@@ -22,7 +22,7 @@ using namespace moecomm::runtime;
 namespace moecomm::bindings {
 namespace {
 
-// Names of attributes, and the classes of moecomm.routed.
+// Names of attributes that calls read or write, and classes and functions of Python that they use.
 struct Known {
     static py::object name(const char* text) { return py::reinterpret_steal<py::object>(PyUnicode_InternFromString(text)); }
 
@@ -81,6 +81,7 @@ class KnownCalls {
         const bool waits = sync.is_none() ? on_host_ : sync.ptr() == Py_True, repeats = !handle.is_none();
         if (repeats && !(is_from(handle, rounds) && topk_idx.is_none() && topk_weights.is_none() && max_rows.is_none())) return nothing_;
         const py::object layout = repeats ? get(get(handle, known_.plan), known_.layout) : get(get(request, known_.options), known_.layout);
+        // dispatch.options.Key: layout, repeat, chunk, payload, compares, request.
         const py::object plans = plans_of(py::make_tuple(layout, repeats, false, form, false, request));
         if (!plans) return nothing_;
         const DispatchTensors given(x, scales, topk_idx, topk_weights);
@@ -126,6 +127,7 @@ class KnownCalls {
         CombineArguments given(y, out, bias, weight_grads, py::none(), topk_weights);
         if (y.is_none() || !given.readable() || any_requires_grad(y, out, bias, weight_grads, topk_weights)) return nothing_;
         const py::object layout = get(get(handle, known_.plan), known_.layout);
+        // combine.options.Key: layout, dtype, request.
         const py::object plans = plans_of(py::make_tuple(layout, get(y, known_.dtype), request));
         if (!plans) return nothing_;
         if (topk_weights.is_none() && get(get(request, known_.options), known_.weighted).ptr() != Py_False && !weights_are_there(handle))

@@ -43,11 +43,11 @@ NOT_COMPARED = frozenset({"num_sms"})  # of each rank; ranks compare all others
 
 
 class Request(NamedTuple):
-    """What a combine asks for, apart from its tensors.  Callers make it once and pass it on."""
+    """All that a combine asks for, apart from its tensors: see moecomm.dispatch.options.Request."""
 
     options: Options = Options()
-    call: str = "combine"  # of the user: a word of signature.COMBINES
-    layer: int = 0  # its number, up to signature.LAYERS; 0: it has none
+    call: str = "combine"  # the call of the user that the round belongs to: a word of signature.COMBINES
+    layer: int = 0  # number of the layer that makes the call, up to signature.LAYERS; 0: none
     gradients: bool = False  # of moecomm.ops: this rank wants some, and takes part in the backward pass
     sum_grads: bool = False  # flat: add up the weight_grads of every rank for a token, not those of its experts' owners
     bias_first: bool = False  # one domain: the sum of a token starts from its bias, which is not added last

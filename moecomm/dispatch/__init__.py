@@ -188,8 +188,8 @@ def prepare(
             It has waited for all kernels before it, and dispatch reads nothing else that it writes.
         first_token: x has some tokens of a call, from this one on (chunks.py), and earlier ones go in other rounds.
             None: all.
-        copies: experts are copied to empty slots for this round, by this call.  GPUs: enqueues that, between the choice
-            and the dispatch.  CPU ranks: behind the dispatch.
+        copies: copies experts to empty slots of this rank for this round (balance="replicate").  Called on GPUs between
+            the kernel that chooses them and the dispatch, on CPU ranks behind the dispatch.
         payload, global_scale: of pack(), which has made `x` and `scales`.
     """
     if copies is not None:
@@ -261,7 +261,7 @@ def run(pending: Routed | Ending) -> None:
 
 
 def launch(pending: Routed | Ending) -> None:
-    """Run it without what verifies it."""
+    """Run a prepared dispatch, or the end of one, without the stages() that verify it."""
     if isinstance(pending, Routed) and pending.copies is not None and not pending.handle.rounds.on_cpu:
         pending.handle.rounds.session.choose(pending.args)
         pending.copies()
@@ -269,7 +269,7 @@ def launch(pending: Routed | Ending) -> None:
 
 
 def stages(pending: Routed | Ending) -> tuple[Callable[[], None], ...]:
-    """Return what follows launch() of a dispatch that is verified, in this order."""
+    """Return the steps behind launch() that verify a dispatch, in order; none if it is not verified."""
     check = pending.check
     if check is None or pending.args.part == BEGIN:
         return ()
@@ -356,7 +356,7 @@ def _drop(
 
 
 def is_of(routed: Routed, error: TooManyRows) -> bool:
-    """Return whether an error is of this dispatch, and not of an earlier one that nobody has waited for."""
+    """Return whether this dispatch has failed with the error, not an earlier one that nobody has waited for."""
     args, plan = routed.handle.args, routed.plan
     sent = args.route.sent + 8 * routed.handle.rounds.num_ranks
     tag = window_tensor(routed.handle.block, sent, (1,), torch.int32, plan.device, plan.owner)

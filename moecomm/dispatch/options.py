@@ -60,13 +60,17 @@ class Gradients(enum.IntEnum):
 
 
 class Request(NamedTuple):
-    """What a dispatch asks for, apart from its tensors.  Callers make it once and pass it on."""
+    """All that a dispatch asks for, apart from its tensors.
+
+    Whoever starts a round (a Buffer, a layer, an operator, an interface of compat) makes it, and all below pass it on.
+    It is the larger part of the Key by which the plan is found.
+    """
 
     options: Options = Options()
-    # Of the user: "dispatch", "moe", "moe in INT8", "backward of combine" or "backward of moe"; with row descriptors
-    # "moe" or, where published rows are cast, "moe in " and their format.
+    # The call of the user that the round belongs to: "dispatch", "moe", "moe in INT8", "backward of combine" or
+    # "backward of moe"; with row descriptors "moe" or, where published rows are cast, "moe in " and their format.
     call: str = "dispatch"
-    layer: int = 0  # its number, up to signature.LAYERS; 0: it has none
+    layer: int = 0  # number of the layer that makes the call, up to signature.LAYERS; 0: none
     gradients: Gradients = Gradients.NONE
     begin: bool = False  # the first half of a split dispatch
     row_descriptors: bool = False  # row descriptors travel in the place of rows

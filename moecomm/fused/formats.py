@@ -10,7 +10,7 @@ from moecomm.fused.fp4 import MXFP4, NVFP4
 from moecomm.fused.fp8 import BLOCKS, Fp8, as_operand
 from moecomm.fused.weight_format import PLAIN, WeightFormat
 
-# Where w13 and w2 differ, the first of these formats says what is wrong.  Both of four bits stand alike.
+# Where w13 and w2 differ in format, that of the smaller number checks both, and says what is wrong.
 _ORDER: dict[WeightFormat, int] = {CHANNELS: 0, MXFP4: 1, NVFP4: 1, BLOCKS: 2, PLAIN: 3}
 _KINDS: dict[type, WeightFormat] = {of.kind: of for of in _ORDER if of.kind is not None}
 
@@ -33,7 +33,7 @@ def as_weights(argument: str, given: Any) -> Any:
 
 
 def format_of(w: Any) -> WeightFormat:
-    """Return the format of weights; of any other pair than of the classes, one of FP8."""
+    """Return the format of weights.  A plain pair, or an Fp8, is CHANNELS where scales have fewer than 3 dimensions."""
     if type(w) is not Fp8 and type(w) in _KINDS:
         return _KINDS[type(w)]
     if not isinstance(w, tuple):
@@ -42,5 +42,5 @@ def format_of(w: Any) -> WeightFormat:
 
 
 def format_of_both(w13: Any, w2: Any) -> WeightFormat:
-    """Return the format that the weights of an expert have, or that one has where they differ."""
+    """Return the format of w13 and w2; where they differ, the one that _ORDER has first."""
     return min(format_of(w2), format_of(w13), key=_ORDER.__getitem__)

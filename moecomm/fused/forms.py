@@ -1,4 +1,4 @@
-"""Forms of an expert layer, fused and unfused: which of them `fused=None` means, by the tuning table of rank 0."""
+"""Choice between a fused and an unfused layer, for `fused=None`: by the tuning table of rank 0."""
 
 from __future__ import annotations
 

@@ -95,7 +95,10 @@ def moe(
 def _started(
     rounds: Rounds, form: _Form, x: torch.Tensor, topk_idx: Any, topk_weights: Any
 ) -> tuple[Routed, bool] | None:
-    """Run the dispatch of an unfused layer by a plan that is there; None, and nothing has been done, if none is."""
+    """Run the dispatch of an unfused layer by KnownCalls; return a Routed, and whether the call is over.
+
+    None: there is no plan for it, and nothing has been done.
+    """
     scales = None
     if form.weights.casts:
         x, scales = form.weights.cast(x, form.values)
@@ -106,7 +109,7 @@ def _started(
 
 
 def _ended(rounds: Rounds, form: _Form, routed: Routed, experts: _Experts, out: Any, bias: Any) -> Any:
-    """Compute and combine behind _started()."""
+    """Compute the experts and combine, behind a dispatch of _started()."""
     y = _computed(rounds, form, experts, *routed.plan.layer_tensors(routed))
     found, is_over = rounds.known_calls.combine(rounds, form.combining, y, routed.handle, out, bias, None, None)
     if found is None:
@@ -150,7 +153,7 @@ def prepare(
 ) -> Pipeline:
     """Check the arguments of moe() and return the pipeline to run.  Weights are checked before any rank sends a row.
 
-    `first_token`: see moecomm.dispatch.prepare.  `form`: of the layer, if it is known.
+    `first_token`: see moecomm.dispatch.prepare.  `form`: see _known().
     """
     rounds.require_usable()
     refuse_gradients(x=x, topk_weights=topk_weights, w13=w13, w2=w2, bias=bias, w13_bias=w13_bias, w2_bias=w2_bias)
@@ -170,7 +173,7 @@ def prepare(
     if count is not None:
         topk_idx, entries = drop_checked(rounds, "expert", 1, options.max_rows, topk_idx, topk_weights)
         count.copy_(entries)
-    of: dict[str, Any] = {"first_token": first_token, "copies": None if copies is None else copies.run}
+    others: dict[str, Any] = {"first_token": first_token, "copies": None if copies is None else copies.run}
     if form.runs_fused:
         if out is not None:
             note_written("out", out)
@@ -191,23 +194,23 @@ def prepare(
             expected_rows=form.expected_rows,
             unsummed=is_unsummed(options.wire),
             request=dispatching,
-            of=of,
+            others=others,
         )
 
     def computed(routed: Routed) -> torch.Tensor:
         return _computed(rounds, form, experts, *routed.plan.layer_tensors(routed))
 
     if form.weights.casts:
-        x, of["scales"] = form.weights.cast(x, form.values)
-        x = x.view(kernels.FP8)
-    call = DispatchCall(dispatching, (x, topk_idx, topk_weights), {"max_rows": options.max_rows, **of})
+        x, others["scales"] = form.weights.cast(x, form.values)
+        x = x.view(kernels.FP8)  # as in _started()
+    call = DispatchCall(dispatching, (x, topk_idx, topk_weights), {"max_rows": options.max_rows, **others})
     return Unfused(rounds, call, form.combining, {"out": out, "bias": bias}, computed, back)
 
 
 def _computed(
     rounds: Rounds, form: _Form, experts: _Experts, rows: Any, scales: Any, counts: torch.Tensor
 ) -> torch.Tensor:
-    """Return what the experts of this rank make of rows that have arrived."""
+    """Apply the experts of this rank to the rows of an unfused layer that have arrived; return theirs."""
     if form.weights.casts:
         rows = rows.view(form.values)
     return apply_experts(
@@ -230,7 +233,11 @@ _Experts = tuple[Any, Any, Any, Any]  # w13, w2, w13_bias, w2_bias
 
 
 class _Form(NamedTuple):
-    """What calls have in common that differ in the values of their tensors alone."""
+    """All that _checked() works out for a layer: calls that differ in the values of their tensors alone share it.
+
+    `dispatching`, `combining`: the requests of its two rounds; fused, the first is of row descriptors, and the second
+    is not used.
+    """
 
     weights: WeightFormat
     values: torch.dtype  # of the weights
@@ -244,11 +251,12 @@ class _Form(NamedTuple):
     combining: combine.Request
 
 
+# Kept by _checked(), found by _known().
 _forms: weakref.WeakKeyDictionary[Rounds, Known[_Form]] = weakref.WeakKeyDictionary()
 
 
 def _known(rounds: Rounds, request: Request, x: Any, bias: Any, experts: _Experts) -> _Form | None:
-    """Return the form of a layer that only its values tell from an earlier one; None: look at all of it."""
+    """Return the form of a layer whose tensors and request an earlier call had, too; None: _checked() has to look."""
     forms = _forms.get(rounds)
     if forms is None or (key := _key(rounds, request, x, bias, experts)) is None:
         return None
@@ -256,7 +264,7 @@ def _known(rounds: Rounds, request: Request, x: Any, bias: Any, experts: _Expert
 
 
 def _is_plain(rounds: Rounds, options: Options, form: _Form, experts: _Experts) -> bool:
-    """Return whether KnownCalls may run the rounds of a layer of this form."""
+    """Return whether KnownCalls may run both rounds: those of an unfused layer without what only prepare() does."""
     if (
         form.runs_fused
         or not rounds.plain
@@ -275,14 +283,14 @@ def _is_plain(rounds: Rounds, options: Options, form: _Form, experts: _Experts) 
 
 
 def _key(rounds: Rounds, request: Request, x: Any, bias: Any, experts: _Experts) -> tuple[Any, ...] | None:
-    """Return all that _checked() looks at; None: it has to."""
+    """Return all that _checked() looks at, to compare calls; None: a tensor is not one of torch's, or not dense."""
     here = _native.tensor_words((*_parts(experts[0]), *_parts(experts[1]), *experts[2:]))
     anywhere = _native.tensor_words((x, bias), False)
     return None if here is None or anywhere is None else (here, anywhere, *request.options, *request[1:])
 
 
 def _parts(weights: Any) -> tuple[Any, ...]:
-    """Return values, scales (None: there are none), and of NVFP4 factors."""
+    """Return the tensors of weights: values, scales (None: there are none), and factors if they have three."""
     return weights if isinstance(weights, tuple) and len(weights) in (2, 3) else (weights, None)
 
 
@@ -335,8 +343,8 @@ def _checked(
         options.max_rows,
         rounds.settings.expected_rows(x.shape[0]),
         runs_fused,
-        dispatch.Request(asks, call, request.number, request.gradients, row_descriptors=runs_fused),
-        combine.Request(combine.Options(wire=wire, num_sms=options.num_sms), "moe", request.number),
+        dispatch.Request(asks, call, request.layer, request.gradients, row_descriptors=runs_fused),
+        combine.Request(combine.Options(wire=wire, num_sms=options.num_sms), "moe", request.layer),
     )
     if key is not None and all(map(operator.is_, _parts(experts[0]) + _parts(experts[1]), _parts(w13) + _parts(w2))):
         _forms.setdefault(rounds, Known()).add(key, form)

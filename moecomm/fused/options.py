@@ -45,11 +45,14 @@ class Options(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What a layer asks for, apart from its tensors."""
+    """All that a call of a layer asks for, apart from its tensors.
+
+    The layer makes the requests of its dispatch and its combine of it.
+    """
 
     options: Options = Options()
-    gradients: Gradients = Gradients.NONE  # that this rank wants, of moecomm.ops
-    number: int = 0  # of the layer among those of the Buffer, which round headers carry; 0: it has none
+    gradients: Gradients = Gradients.NONE  # of moecomm.ops: those that this rank wants
+    layer: int = 0  # its number, which round headers carry; 0: it has none
 
 
 # Of each rank.  Ranks compare all others.

@@ -33,7 +33,7 @@ from moecomm.routed import Routed
 
 
 class DispatchCall(NamedTuple):
-    """A dispatch of a layer."""
+    """Arguments of the dispatch of a layer; `others`: further ones of dispatch.prepare, by name."""
 
     request: dispatch.Request
     tensors: tuple[Any, ...]  # x, topk_idx, topk_weights
@@ -46,8 +46,8 @@ class DispatchCall(NamedTuple):
 class Pipeline(Protocol):
     """An expert layer with checked arguments; methods are its steps, in order.
 
-    Ranks of one process run each step for all of them before the next one.  Only `run_reduce` and the run of the
-    dispatch may wait for other ranks.
+    A thread that drives several ranks runs each step on all of them before the next one.  So only `run_reduce` and the
+    dispatch itself may wait for other ranks.
     """
 
     def publish(self) -> None:
@@ -107,7 +107,7 @@ def finish(rounds: Rounds, layer: Pipeline, routed: Routed, *, wait: bool = Fals
 
 
 class Unfused:
-    """Pipeline: the rows travel before and after the experts."""
+    """Pipeline: dispatch, the experts, combine, one after the other."""
 
     def __init__(
         self,
@@ -201,7 +201,7 @@ class Fused:
         expected_rows: int,
         unsummed: bool,
         request: dispatch.Request,
-        of: dict[str, Any],
+        others: dict[str, Any],
     ) -> None:
         session, tokens, hidden = rounds.session, x.shape[0], rounds.hidden
         self._rounds, self._session = rounds, session
@@ -233,7 +233,7 @@ class Fused:
         if topk_weights is not None:
             args.weights = topk_weights.data_ptr()
         self._x, self._topk_idx, self._request = x, topk_idx, request
-        self._room: dict[str, Any] = {"max_rows": max_rows, **of}
+        self._room: dict[str, Any] = {"max_rows": max_rows, **others}
         self._scratch = 0  # address of memory that has the layout of the plan
         self._kept: list[Any] = [x, topk_idx, topk_weights, bias]
 

@@ -91,7 +91,7 @@ def _combine_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _keep_moe(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    (
+    (  # in the order of the operator
         x,
         topk_idx,
         topk_weights,

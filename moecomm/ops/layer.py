@@ -215,6 +215,10 @@ def _backward(
     number: int,
     first_token: int | None,
 ) -> _Gradients:
+    """Run the three rounds of the backward pass, and the products between them.
+
+    `wait`: for the dispatch, whose error is raised before the next round.  `first_token`: see dispatch.prepare.
+    """
     room = -1 if max_rows is None else max_rows
     how = (buffer, *_ROWS, room, False, None, first_token, number)
     copy = None if copies is None else copies.run

@@ -34,13 +34,13 @@ COPY = plain_kernel.PlainKernel("window/copies", "copy_experts", "CopyArgs", 512
 
 
 class Copies(NamedTuple):
-    """The tensors of experts that a layer copies: all of them.
+    """The copies of one layer: all tensors of an expert, from its slot to an empty one.
 
     Attributes:
         rounds: of the Buffer.
         tensors: of its slots, in the order of arguments.
         compared: what ranks must pass alike, because an expert is computed where a copy of it is: see
-            moecomm.dispatch.options.Key.experts.
+            moecomm.dispatch.options.Request.experts.
     """
 
     rounds: Rounds
@@ -54,10 +54,7 @@ class Copies(NamedTuple):
         return int(context.peers[self.rounds.rank]) + _native.copied_at(context.window, context.shape)
 
     def sources(self) -> torch.Tensor:
-        """Return the slot of which each slot is a copy, by the last choice, -1: of none: int64 `[ranks, slots]`.
-
-        CPU ranks.
-        """
+        """Return int64 `[ranks, slots]`: the slot that each slot is a copy of in the last round, or -1.  CPU ranks."""
         words = (ctypes.c_int32 * self.rounds.num_experts).from_address(self._table)
         return torch.tensor(list(words), dtype=torch.int64).view(self.rounds.num_ranks, -1)
 
@@ -75,7 +72,7 @@ class Copies(NamedTuple):
                 tensor.of(rounds.rank)[slot].copy_(tensor.of(rank)[theirs])
 
     def run_kernel(self) -> None:
-        """Do so by the kernel."""
+        """Fill them by the kernel, which reads the choice from this rank's window."""
         rounds = self.rounds
         slots = len(rounds.local_experts)
         args = struct("CopyArgs")(copied=self._table, tensors=len(self.tensors), rank=rounds.rank, slots=slots)
@@ -88,7 +85,7 @@ class Copies(NamedTuple):
 def copies_of(
     rounds: Rounds, balance: Balance | None, activation: object, interleaved: bool, **weights: Any
 ) -> Copies | None:
-    """Return what moe() copies; None: nothing.
+    """Return the copies of a layer, for its forward or backward pass; None without `balance`.
 
     Args:
         rounds, balance, interleaved: see Buffer.moe.
