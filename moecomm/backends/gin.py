@@ -238,5 +238,5 @@ def open(  # noqa: A001
 
 
 def open_peers(ranks: Rendezvous, nbytes: int, device: torch.device | None, timeout_s: float) -> gpu_peers.GpuPeers:
-    """Open memory alone.  Collective: see moecomm.ranks.session.Backend."""
+    """Open memory of all ranks, without a session.  Collective: see moecomm.ranks.session.Backend."""
     return gpu_peers.open_peers(ranks, nbytes, device, timeout_s, GinReach, missing())

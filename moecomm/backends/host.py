@@ -49,7 +49,7 @@ def packet_bytes(ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
 
 
 def direct_bytes(ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
-    """Return the room for few tokens."""
+    """Return the bytes of the rows that are put directly to one rank of another domain."""
     return packets.room(ranks, max_tokens, staged_row_bytes)
 
 
@@ -307,7 +307,7 @@ def open(ranks: Rendezvous, shape: _native.Shape, device: torch.device | None, t
 
 
 def open_peers(ranks: Rendezvous, nbytes: int, device: torch.device | None, timeout_s: float) -> HostPeers:
-    """Open memory alone.  Collective: see moecomm.ranks.session.Backend."""
+    """Open memory of all ranks, without a session.  Collective: see moecomm.ranks.session.Backend."""
     _check_device(device)
     return HostPeers(ranks, nbytes, timeout_s)
 

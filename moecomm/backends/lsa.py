@@ -117,7 +117,7 @@ def ring_tokens(ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
 
 
 def packet_bytes(ranks: int, max_tokens: int, staged_row_bytes: int) -> int:
-    """Return the room for few tokens."""
+    """Return the bytes of the packets that one rank sends another in one round."""
     return packets.room(ranks, max_tokens, staged_row_bytes)
 
 
@@ -515,7 +515,7 @@ def open(  # noqa: A001
 
 
 def open_peers(ranks: Rendezvous, nbytes: int, device: torch.device | None, timeout_s: float) -> GpuPeers:
-    """Open memory alone.  Collective: see moecomm.ranks.session.Backend."""
+    """Open memory of all ranks, without a session.  Collective: see moecomm.ranks.session.Backend."""
     return gpu_peers.open_peers(ranks, nbytes, device, timeout_s, Reach, missing())
 
 

@@ -106,7 +106,7 @@ class Format(NamedTuple):
         return -(-size // 4) * 4
 
     def fits_warps(self, hidden: int) -> bool:
-        """Return whether warps cast rows of so many columns: groups are complete, and no scale is of a whole row."""
+        """Return whether a warp can cast rows of so many columns: whole groups, and no scale for the whole row."""
         group = self.group if isinstance(self.group, int) else 1
         return self.group != "row" and hidden % max(group, _WARP_COLUMNS) == 0
 

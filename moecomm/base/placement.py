@@ -261,7 +261,7 @@ def slots_of(
     masked: Collection[int] = (),
     counts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the slot of each expert id for Placement.slots_of.  `masked`: see candidates(); their counts are 0."""
+    """Return what Placement.slots_of returns, after its checks.  `masked`: see candidates(); their counts are 0."""
     lists, ids = candidates(placement, rank, domain_ranks, masked), topk_idx.long()
     known = ids.clamp(0, placement.num_experts - 1)
     if counts is not None:

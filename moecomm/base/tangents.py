@@ -1,4 +1,7 @@
-"""Derivatives that the operators do not have, refused by name: torch would take tangents for zeros."""
+"""Refusal of forward-mode AD and torch.func: operators have gradients of backward() alone.
+
+Without it, torch would silently take the tangents of their outputs for zeros.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls under the names of other libraries: a table of parameters, where a call only passes them on."""
+"""Methods with the parameters of another library, written as one string."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 
 def takes(parameters: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a method that has its arguments by name, and all of them: callers pass them as in `parameters`.
+    """Return a decorator that gives a method these parameters.  The method gets all of them as keywords.
 
     Args:
-        parameters: names in order; with defaults, as in "x topk_idx=None num_sms=0".
+        parameters: names in order, with defaults, as in "x topk_idx=None num_sms=0".
     """
     given = [one.partition("=") for one in parameters.split()]
     names = [name for name, _, _ in given]

@@ -1,4 +1,4 @@
-"""Launches of the kernels that pass over rows once: csrc/elementwise."""
+"""Launches of the kernels of csrc/elementwise, each of which passes over some rows once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KERNELS = {
     "swiglu_gradients": ("gradients", "SwigluArgs"),
     "quantize_rows": ("quantize_rows", "QuantizeArgs"),
 }
-ROW = 32  # threads of a row that is a warp's
+ROW = 32  # threads for a row in kernels that give each row a warp
 IDS = {torch.int64: "i64", torch.int32: "i32"}  # as kernels name the types of ids
 TYPES = {torch.bfloat16: "Type::bf16", torch.float16: "Type::fp16", torch.float32: "Type::fp32"}  # and those of rows
 _MOST_BLOCKS = 528  # four a multiprocessor of an H200
@@ -45,7 +45,9 @@ def address(tensor: torch.Tensor | None) -> int:
 
 
 def run(kernel: plain_kernel.PlainKernel, device: torch.device, threads: int, **fields: int | ctypes.Structure) -> None:
-    """Launch a kernel on the current stream of a device, with so many threads or fewer that take turns.
+    """Launch a kernel on the current stream of a device.
+
+    `threads`: one for each piece of work.  At most _MOST_BLOCKS blocks are launched; they then loop.
 
     `fields`: those of its struct that are not 0.
     """

@@ -69,7 +69,7 @@ class Masks:
 
 
 def is_masked(rounds: Rounds, rank: int) -> bool:
-    """Return whether a rank takes no part.  Of this one, its window says so: reads memory of the device."""
+    """Return whether a rank is masked.  For this rank, reads that from its window, in memory of the device."""
     return rank in rounds.masked if rank != rounds.rank else rounds.session.excluded()
 
 

@@ -38,7 +38,9 @@ def set_placement(rounds: Rounds, placement: Placement, table: Table | None = No
 
 
 def _make_room(rounds: Rounds, placed: Placement) -> None:
-    """Let rounds make room for rows on ranks that had no expert.  All ranks decide alike, as one drops for the others.
+    """Let rounds make room for rows on ranks that had no expert.
+
+    All ranks decide alike: overflow="drop" works out the room of every rank.
 
     Other changes leave the room as it is, so that compiled layers keep their shapes.
     """

@@ -147,7 +147,7 @@ class ExpertParallel(torch.nn.Module):
         checked(placement)
         if placement is not None and buffer is not None:
             raise BadInput("placement", "one beside a buffer", "None: the Buffer has its own")
-        place = _place(group, buffer)
+        place = _group_of(group, buffer)
         if num_experts < place.ranks:
             raise BadInput("num_experts", num_experts, f"at least {place.ranks}, the number of ranks")
         self.gate: Gate | None = None
@@ -330,8 +330,8 @@ def _tokens_of(x: Any) -> torch.Tensor:
     return tokens
 
 
-def _place(group: Any, buffer: Buffer | None) -> Group:
-    """Return the ranks of the layer."""
+def _group_of(group: Any, buffer: Buffer | None) -> Group:
+    """Return the group of the layer: that of its Buffer, if one is given.  Raises BadInput."""
     if buffer is not None:
         if not isinstance(buffer, Buffer):
             raise BadInput("buffer", type(buffer).__name__, "a Buffer, or None")

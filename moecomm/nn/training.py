@@ -55,7 +55,10 @@ def watch(experts: torch.nn.Module, shard: ExpertShard) -> None:
 
 
 class _Average(NamedTuple):
-    """Divides a sum over all ranks' tokens as DistributedDataParallel divides its sums."""
+    """Gradient hook of experts: divides by the number of ranks, as DistributedDataParallel does for other parameters.
+
+    The gradient of an expert is a sum over the tokens of all ranks.
+    """
 
     ranks: int
 

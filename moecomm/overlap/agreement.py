@@ -27,7 +27,14 @@ _FUSED = (False, True, None)
 
 
 def header(sizes: Sizes, failed_calls: int = 0, fused: bool | None = False, of: int = FORWARD) -> list[int]:
-    """Describe a call of this rank, in WORDS numbers.  `of`: see Workspace.call."""
+    """Return the words by which ranks compare a call, WORDS of them.
+
+    Args:
+        sizes: of the call; those in compared_names() are compared.
+        failed_calls: calls of the Workspace that have failed on this rank alone.
+        fused: as the caller passes it.
+        of: see Workspace.call.
+    """
     dims = [sizes.dims[name] for name in compared_names(sizes, fused)]
     words = [OPERATORS.index(sizes.operator), failed_calls, _DTYPES.index(sizes.given), _FUSED.index(fused), of, *dims]
     return words + [0] * (WORDS - len(words))

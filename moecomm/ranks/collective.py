@@ -125,7 +125,7 @@ class MappedWindow(Protocol):
         ...
 
     def close(self) -> None:
-        """Drop it.  Idempotent."""
+        """Let go of the mapping.  Idempotent."""
         ...
 
 

@@ -205,9 +205,9 @@ class Session(Maskable, Protocol):
         ...
 
     def admit(self) -> int:
-        """Wait for the rounds so far, and map what peers have taken since.  Returns the count that is done with.
+        """Wait for the rounds so far, and map the memory that peers offer.  Not in a capture.
 
-        Not in a capture.
+        Returns the value of offers() up to which all is mapped.
         """
         ...
 

@@ -52,9 +52,9 @@ class CallCount:
         return self.turn.failed, dict(zip(self.turns, map(_PROGRESS, self.turns), strict=True))
 
     def count_failure(self, marks: Marks, error: BaseException | None) -> None:
-        """Count a call that has failed, unless it has made a round since, or a call of a Buffer in it has counted.
+        """Count a failed call, unless a round was made, or a call of a Buffer inside it was counted, since `marks`.
 
-        `error`: with which it has failed; None: not known.
+        `error`: that of the call; None: not known.
         """
         failed, before = marks
         _, now = self.marks()

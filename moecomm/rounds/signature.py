@@ -248,7 +248,10 @@ def _fields(word: int, op: str) -> dict[str, tuple[int, Sequence[object]]]:
 
 
 def _others(word: int, op: str) -> dict[str, object]:
-    """Return the values that digests are made of; {}: another process has packed this word."""
+    """Return the values that have no bits of their own in a word, by name.
+
+    {}: they are known by a digest alone, because another process has packed the word.
+    """
     if op != "combine" and word & 3 == 0:
         found = _fields(word, op)
         return {name: found[name][0] for name in _LONG}

@@ -208,7 +208,7 @@ def placed(case: Case) -> Case:
 
 
 def without_tokens(case: Case, ranks: Collection[int]) -> Case:
-    """Return a case in which these ranks have no tokens, as ranks of experts whose tokens come from other ranks."""
+    """Return a case in which these ranks pass no tokens, and only compute for the others."""
     lists: dict[str, Any] = {}
     for name in ("x", "topk_idx", "topk_weights", "scales", "bias", "own_weights"):
         if (given := getattr(case, name)) is not None:

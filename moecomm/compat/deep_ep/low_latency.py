@@ -49,7 +49,7 @@ _HANDLE = "the handle, as it is, that low_latency_dispatch returned"
 
 
 class _Kind(NamedTuple):
-    """What dispatches of the same sizes and options share."""
+    """The Buffer and the request of low-latency dispatches of the same sizes and options: see Pool.kinds."""
 
     buffer: Buffer
     request: Request

@@ -34,7 +34,7 @@ class Slots:
         self._sent: list[Sent | None] = [None] * MICRO_BATCHES
 
     def put(self, sent: Sent) -> None:
-        """Set the value of the micro-batch that runs."""
+        """Keep the dispatch of the micro-batch that runs."""
         self._sent[dbo_current_ubatch_id()] = sent
 
     def clear(self) -> None:
