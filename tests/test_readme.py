@@ -47,7 +47,8 @@ def test_names_of_ours_on_the_pages_exist() -> None:
             while rest and (path / rest[0]).is_dir():
                 path, rest = path / rest[0], rest[1:]
             text = (path / "__init__.py").read_text()
-            assert not rest or any(path.glob(f"{rest[0]}.py*")) or re.search(rf"\b{rest[0]}\b", text), name
+            found = not rest or rest[0] == "_native" or any(path.glob(f"{rest[0]}.py*"))  # the build makes that one
+            assert found or re.search(rf"\b{rest[0]}\b", text), name
 
 
 def run_example() -> dict[str, Any]:

@@ -59,9 +59,9 @@ def _against_theirs(rank: int, group: Any, name: str) -> list[float]:
         layer.experts.register_forward_pre_hook(lambda _, args: seen.append([a.detach().clone() for a in args]))
     rounds, dispatch = [], operators.run_dispatch
 
-    def dispatched(state: Any, options: Any, *tensors: Any, sync: bool, **others: Any) -> Any:
-        rounds.append((sync, options.num_sms))
-        return dispatch(state, options, *tensors, sync=sync, **others)
+    def dispatched(state: Any, request: Any, *tensors: Any, sync: bool, **others: Any) -> Any:
+        rounds.append((sync, request.options.num_sms))
+        return dispatch(state, request, *tensors, sync=sync, **others)
 
     operators.run_dispatch = dispatched
     manager, errors = mine.token_dispatcher._comm_manager, []
