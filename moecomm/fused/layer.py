@@ -55,7 +55,8 @@ def moe(
     options, experts = request.options, (w13, w2, w13_bias, w2_bias)
     waits = goes_in_parts(rounds, options.overflow, options.max_rows)
     form = _known(rounds, request, x, bias, experts)
-    plain = form if form is not None and dropped is None and _is_plain(rounds, options, form, experts) else None
+    is_plain = form is not None and dropped is None and _is_plain(rounds, options, form, x, bias, experts)
+    plain = form if is_plain else None
     given: Pipeline | None = None
     routed: Routed | None = None
     try:
@@ -69,7 +70,7 @@ def moe(
         given = prepare(rounds, request, x, topk_idx, topk_weights, *experts, **more)
         observers.show(rounds, topk_idx, topk_weights)
         routed = pipeline.start(rounds, given)
-        return _finish(rounds, given, routed, waits)
+        return pipeline.finish(rounds, given, routed, wait=waits)
     except TooManyRows as error:
         if routed is None or not (waits and dispatch.is_of(routed, error)):
             raise
@@ -82,7 +83,7 @@ def moe(
         some = None if weights is None else weights[tokens]
         more = bias if bias is None or bias.ndim == 1 else bias[tokens]
         part = prepare(rounds, request, x[tokens], ids[tokens], some, *experts, bias=more, first_token=tokens.start)
-        return _finish(rounds, part, pipeline.start(rounds, part), waits)
+        return pipeline.finish(rounds, part, pipeline.start(rounds, part), wait=waits)
 
     def parts() -> None:
         for tokens, part in in_parts(len(x), rounds.max_tokens, of):
@@ -126,12 +127,6 @@ def _ended(rounds: Rounds, form: _Form, routed: Routed, experts: _Experts, out: 
 def goes_in_parts(rounds: Rounds, overflow: Overflow | None, max_rows: int | None) -> bool:
     """Return whether tokens go in parts when their rows have no room.  The host then waits for every dispatch."""
     return overflow == "chunks" or (overflow is None and max_rows is None and rounds.on_cpu)
-
-
-def _finish(rounds: Rounds, layer: Pipeline, routed: Routed, waits: bool) -> Any:
-    out = pipeline.finish(rounds, layer, routed, wait=waits)
-    rounds.turn.made += 2  # a dispatch and a combine, or what stands for them
-    return out
 
 
 def prepare(
@@ -263,7 +258,7 @@ def _known(rounds: Rounds, request: Request, x: Any, bias: Any, experts: _Expert
     return forms.get(key)
 
 
-def _is_plain(rounds: Rounds, options: Options, form: _Form, experts: _Experts) -> bool:
+def _is_plain(rounds: Rounds, options: Options, form: _Form, x: Any, bias: Any, experts: _Experts) -> bool:
     """Return whether KnownCalls may run both rounds: those of an unfused layer without what only prepare() does."""
     if (
         form.runs_fused
@@ -276,7 +271,7 @@ def _is_plain(rounds: Rounds, options: Options, form: _Form, experts: _Experts) 
     if options.overflow is not None or options.balance is not None:
         return False
     if torch.is_grad_enabled():
-        for part in (*_parts(experts[0]), *_parts(experts[1]), *experts[2:]):
+        for part in (x, bias, *_parts(experts[0]), *_parts(experts[1]), *experts[2:]):
             if part is not None and part.requires_grad:
                 return False
     return True

@@ -84,6 +84,7 @@ def start(rounds: Rounds, layer: Pipeline) -> Routed:
     layer.publish()
     routed = layer.dispatch_call().prepare(rounds)
     dispatch.run(routed)
+    rounds.turn.made += 1
     return routed
 
 
@@ -103,6 +104,7 @@ def finish(rounds: Rounds, layer: Pipeline, routed: Routed, *, wait: bool = Fals
     layer.run_reduce()
     for stage in layer.stages():
         stage()
+    rounds.turn.made += 1  # a combine, or what stands for one
     return layer.finish_reduce()
 
 
