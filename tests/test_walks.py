@@ -332,6 +332,7 @@ class LayerRank:
         sizes = {"hidden": HIDDEN, "num_experts": EXPERTS, "topk": TOPK, "max_tokens": TOKENS, "timeout_s": 20}
         self.buffer = moecomm.Buffer(group, **(sizes | options), backend="host")
         self.weights = {kind: weights_of(kind, experts) for kind in KINDS}
+        self.experts = experts  # of this rank
         self.kind = "bf16"  # of layers
         self.wire: str | None = None
         self.kept: list[ops.Handle] = []
@@ -359,7 +360,7 @@ class LayerRank:
         return calls[-3:], rounds.turn.made, rounds.turn.failed, rounds.flight.steps, free, stats.rows_per_expert
 
     def _tokens(self, mine: random.Random) -> dict[str, Any]:
-        x, ids, weights = tensors(mine.choice((0, 1, TOKENS, TOKENS)), mine.randrange(3))
+        x, ids, weights = tensors(mine.choice((0, 1, TOKENS, TOKENS)), mine.randrange(3) + 3 * self.buffer.rank)
         return {"x": x, "topk_idx": ids, "topk_weights": weights}
 
     def _routing(self, given: dict[str, Any], mine: random.Random) -> list[Callable[[], dict[str, Any]]]:
@@ -383,7 +384,7 @@ class LayerRank:
         kind = self.kind
         w13, w2 = self.weights[kind]
         given = self._tokens(mine) | {"w13": w13, "w2": w2, "interleaved": kind == "interleaved"}
-        x, experts, plain = given["x"], len(self.weights["bf16"][0]), kind in ("bf16", "interleaved")
+        x, experts, plain = given["x"], self.experts, kind in ("bf16", "interleaved")
         values = w2 if plain else w2[0]
         given["wire"] = self.wire if both.random() < 0.9 else both.choice((None, "exact", "rows", "fp8"))
         changes = [
@@ -516,7 +517,7 @@ class LayerRank:
         handle = self._handle(both, mine)
         if handle is None:
             return None
-        shape = (handle.max_rows, HIDDEN) if handle.layout != "batched" else (EXPERTS, handle.max_rows, HIDDEN)
+        shape = (handle.max_rows, HIDDEN) if handle.layout != "batched" else (self.experts, handle.max_rows, HIDDEN)
         g = torch.Generator().manual_seed(mine.randrange(3))
         y = torch.randn(shape, generator=g).to(both.choice((torch.bfloat16, torch.bfloat16, torch.float32)))
         given: dict[str, Any] = {"y": y, "handle": handle}
