@@ -228,3 +228,37 @@ def test_what_does_not_fit_together() -> None:
                 with pytest.raises(BadInput) as caught:
                     layer(**given, **how)
                 assert caught.value.argument == argument
+
+
+def test_outputs_and_biases_of_parts_are_checked_as_those_of_one_round() -> None:
+    g = torch.Generator().manual_seed(0)
+    sizes: dict[str, Any] = {"hidden": HIDDEN, "num_experts": 4, "topk": 2, "max_tokens": 6, "backend": "host"}
+    both = torch.randn(7, HIDDEN, generator=g).bfloat16()
+    x, ids, weights = both[:6], torch.tensor([[0, 1]] * 6), torch.rand(6, 2, generator=g)
+    w13 = torch.randn(4, 2 * INNER, HIDDEN, generator=g).bfloat16()
+    given = (x, ids, weights, w13, torch.randn(4, HIDDEN, INNER, generator=g).bfloat16())
+    wrong = [
+        ("out", torch.empty(7, HIDDEN).bfloat16()),
+        ("out", torch.empty(6, HIDDEN)),
+        ("out", torch.empty_like(x).requires_grad_()),
+        ("out", x[0].expand(6, -1)),
+        ("bias", torch.ones(7, HIDDEN).bfloat16()),
+        ("bias", torch.ones(5, HIDDEN).bfloat16()),
+    ]
+    texts: list[list[str]] = []
+    outs = []
+    for factor in (None, 0.3):
+        with moecomm.Buffer("self", **sizes, capacity_factor=factor) as buffer:
+            outs.append(buffer.moe(*given))
+            made, found = buffer.rounds.turn.made, []
+            assert (made > 2) == (factor is not None)
+            for argument, value in wrong:
+                with pytest.raises(BadInput) as caught:
+                    buffer.moe(*given, **{argument: value})
+                found.append(str(caught.value))
+            texts.append(found)
+            assert buffer.rounds.turn.made == made + len(wrong), "no further round"
+    assert texts[0] == texts[1] and torch.equal(*outs)
+    with moecomm.Buffer("self", **sizes, capacity_factor=0.3) as buffer:
+        over_x = buffer.moe(*given, out=both[1:])  # where later parts read
+    assert torch.equal(over_x, outs[0])

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moecomm import _native, combine, dispatch
-from moecomm.base.arrays import as_tensor, check_tensor, note_written, refuse_gradients
+from moecomm.base.arrays import as_output_tensor, as_tensor, check_tensor, note_written, refuse_gradients
 from moecomm.base.choices import Overflow, is_unsummed
 from moecomm.base.known import Known
 from moecomm.base.validation import check_flags
@@ -77,7 +77,14 @@ def moe(
     del given, routed  # frees their memory in the window
     (x, back), ids = as_tensor("x", x), as_tensor("topk_idx", topk_idx)[0]
     weights = None if topk_weights is None else as_tensor("topk_weights", topk_weights)[0]
-    found = torch.empty_like(x) if out is None else as_tensor("out", out)[0]
+    found, shape = torch.empty_like(x), tuple(x.shape)
+    about: dict[str, Any] = {"device": rounds.device, "dtypes": (rounds.dtype,)}
+    written = None if out is None else as_output_tensor("out", out, **about, shape=shape)
+    if bias is not None:
+        bias = as_tensor("bias", bias)[0]
+        check_tensor("bias", bias, **about, shape=shape[1:] if bias.ndim == 1 else shape)
+    if out is not None:
+        note_written("out", out)
 
     def of(tokens: slice) -> Any:
         some = None if weights is None else weights[tokens]
@@ -90,7 +97,10 @@ def moe(
             found[tokens] = part
 
     several_rounds(rounds, parts)
-    return out if out is not None else found if back is None else back(found)
+    if written is None:
+        return found if back is None else back(found)
+    written.copy_(found)  # now, because it may share memory with inputs of later parts
+    return out
 
 
 def _started(
