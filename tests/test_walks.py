@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import re
@@ -356,8 +357,14 @@ class LayerRank:
         rounds, stats = self.buffer.rounds, self.buffer.stats()
         entries = self.buffer.flight_record()["entries"]
         calls = [(e["profiling_name"], e["collective_seq_id"], e["round"], e["state"]) for e in entries]
-        free = rounds.memory.arena.largest_free
-        return calls[-3:], rounds.turn.made, rounds.turn.failed, rounds.flight.steps, free, stats.rows_per_expert
+        return calls[-3:], rounds.turn.made, rounds.turn.failed, rounds.flight.steps, stats.rows_per_expert
+
+    def free(self) -> int:
+        """Bytes of the window, while nothing that the calls returned is kept."""
+        self.kept.clear()
+        self.outputs.clear()
+        gc.collect()
+        return int(self.buffer.rounds.memory.arena.largest_free)
 
     def _tokens(self, mine: random.Random) -> dict[str, Any]:
         x, ids, weights = tensors(mine.choice((0, 1, TOKENS, TOKENS)), mine.randrange(3) + 3 * self.buffer.rank)
@@ -576,6 +583,7 @@ def test_known_layers_and_operators_are_as_the_first(options: dict[str, Any]) ->
             assert equal(found, wanted), (seed, found, wanted)
             assert equal(short.counts(), long.counts()), (seed, short.counts(), long.counts())
         assert known.calls > 50, known.calls
+        assert short.free() == long.free()
 
 
 @pytest.mark.parametrize("argument", ["x", "topk_weights", "w2_bias", "bias", "out"])
