@@ -296,7 +296,8 @@ def _key(rounds: Rounds, request: Request, x: Any, bias: Any, experts: _Experts)
 
 def _parts(weights: Any) -> tuple[Any, ...]:
     """Return the tensors of weights: values, scales (None: there are none), and factors if they have three."""
-    return weights if isinstance(weights, tuple) and len(weights) in (2, 3) else (weights, None)
+    is_packed = isinstance(weights, tuple) and len(weights) in (2, 3) and weights[1] is not None
+    return weights if is_packed else (weights, None)
 
 
 def _checked(
