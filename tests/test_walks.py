@@ -609,6 +609,35 @@ def test_layers_refuse_gradients_each_time(kind: str, argument: str) -> None:
         assert made == [int(argument == "out")] * 3
 
 
+def test_a_pair_without_scales_is_refused_each_time() -> None:
+    x, ids, weights = tensors()
+    w13, w2 = weights_of("bf16")
+    with opened() as buffer:
+        for _ in range(3):
+            for argument, given in {"w13": ((w13, None), w2), "w2": (w13, (w2, None))}.items():
+                with pytest.raises(moecomm.BadInput, match=f"{argument}: got NoneType"):
+                    buffer.moe(x, ids, weights, *given)
+            buffer.moe(x, ids, weights, w13, w2)
+
+
+@pytest.mark.parametrize("of_layer", [True, False])
+def test_backward_passes_take_batches_of_gradients(of_layer: bool) -> None:
+    """A round for each, as the operators make that torch's dispatcher runs."""
+    x, ids, weights = tensors()
+    experts = weights_of("bf16")
+    with opened() as buffer:
+        x.requires_grad_()
+        if of_layer:
+            out = ops.moe(buffer, x, ids, weights, *experts)
+        else:
+            routed = ops.dispatch(buffer, x, ids, weights)
+            out = ops.combine(routed.x, routed.handle)
+        grads = torch.randn(3, *out.shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+        each = [torch.autograd.grad(out, x, grad, retain_graph=True)[0] for grad in grads]
+        (found,) = torch.autograd.grad(out, x, grads, is_grads_batched=True)
+        assert equal(list(found), each)
+
+
 @contextmanager
 def observed(seen: list[object]) -> Iterator[None]:
     with observers.observing(lambda rounds, topk_idx, topk_weights: seen.append(topk_idx)):

@@ -139,7 +139,9 @@ def are_plain(*values: Any) -> bool:
             continue
         if type(value) not in _PLAIN or value.layout is not torch.strided or value.is_nested or value.is_quantized:
             return False
-        if _functorch.is_functorch_wrapped_tensor(value) or value.is_neg() or value._is_zerotensor():
+        if _functorch.is_functorch_wrapped_tensor(value) or _functorch.is_legacy_batchedtensor(value):
+            return False
+        if value.is_neg() or value._is_zerotensor():
             return False
         if device is None:
             device = value.device
