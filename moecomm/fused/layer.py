@@ -136,7 +136,9 @@ def _ended(rounds: Rounds, form: _Form, routed: Routed, experts: _Experts, out: 
 
 def goes_in_parts(rounds: Rounds, overflow: Overflow | None, max_rows: int | None) -> bool:
     """Return whether tokens go in parts when their rows have no room.  The host then waits for every dispatch."""
-    return overflow == "chunks" or (overflow is None and max_rows is None and rounds.on_cpu)
+    if isinstance(overflow, str):  # any other object is refused later
+        return overflow == "chunks"
+    return overflow is None and max_rows is None and rounds.on_cpu
 
 
 def prepare(
