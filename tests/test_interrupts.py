@@ -25,7 +25,7 @@ from moecomm import ops, overlap
 from moecomm.rounds.call_count import CallCount, CountedCall
 from moecomm.rounds.failures import is_interrupt
 
-from .backends.conftest import run_ranks
+from .backends.conftest import all_ranks, run_ranks
 from .conftest import Ranks
 from .few import few
 
@@ -243,9 +243,7 @@ def test_an_interrupt_in_no_wait_stops_the_other_rank_at_once(name: str) -> None
                 was = there[number]
                 number += 1 if number < 40 else 29
 
-    for error in run_ranks(2, body):
-        if isinstance(error, BaseException):
-            raise error
+    all_ranks(2, body)
     assert seen["stopped"] > 20
 
 
@@ -270,9 +268,7 @@ def test_an_interrupt_in_dispatch_begin_stops_all_ranks() -> None:
                 met.wait()
                 was, number = there[number], number + 1
 
-    for error in run_ranks(2, body):
-        if isinstance(error, BaseException):
-            raise error
+    all_ranks(2, body)
     assert len(there) > 100 and min(lost, default=len(there)) >= len(there) - 3
 
 
@@ -338,9 +334,7 @@ def test_an_interrupt_in_a_round_of_a_workspace_stops_the_other_rank_at_once() -
                     found["stopped"] += 1
                 met.wait()
 
-    for error in run_ranks(2, body):
-        if isinstance(error, BaseException):
-            raise error
+    all_ranks(2, body)
     assert found["stopped"] > 50 and found["went on"] > 4
 
 
@@ -402,9 +396,7 @@ def test_an_interrupt_in_a_barrier_stops_the_other_rank_at_once() -> None:
                     found["stopped"] += 1
                 met.wait()
 
-    for error in run_ranks(2, body):
-        if isinstance(error, BaseException):
-            raise error
+    all_ranks(2, body)
     assert found["stopped"] > 10 and found["went on"] > 2
 
 

@@ -246,7 +246,7 @@ def by_column(w: torch.Tensor) -> torch.Tensor:
 
 
 class Refusal(NamedTuple):
-    """What layers with weights of a format refuse."""
+    """Weights of one format that a layer refuses."""
 
     sizes: dict[str, Any]
     good: Callable[[LayerCase], tuple[Any, Any]]  # w13 and w2

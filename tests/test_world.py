@@ -71,7 +71,7 @@ def test_random_sequences_of_processes_end_as_the_model_says(cases: int, request
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("cases", few((10, 500), 10))
 def test_bad_input_on_some_ranks_leaves_all_out_of_step(cases: int) -> None:
-    """The same sequences, with such a fault in every third round."""
+    """Run the same sequences with bad input in every third round."""
     for seed in range(cases):
         case = draw_case(seed)
         rounds = [at for at, step in enumerate(case.steps) if step.call in ROUND_CALLS]

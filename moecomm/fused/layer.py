@@ -110,13 +110,16 @@ def _started(
 
     None: there is no plan for it, and nothing has been done.
     """
-    scales = None
-    if form.weights.casts:
-        x, scales = form.weights.cast(x, form.values)
-        x = x.view(kernels.FP8)  # bytes are bytes: rows of int8 travel as rows of FP8
+    x, scales = _cast(form, x) if form.weights.casts else (x, None)
     given = (x, topk_idx, topk_weights, scales, form.max_rows)
     routed, is_over = rounds.known_calls.dispatch(rounds, form.dispatching, *given, None, None)
     return None if routed is None else (routed, is_over)
+
+
+def _cast(form: _Form, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cast rows ahead of the dispatch of an unfused layer; return them as it takes them, and their scales."""
+    rows, scales = form.weights.cast(x, form.values)
+    return rows.view(kernels.FP8), scales  # bytes are bytes: rows of int8 travel as rows of FP8
 
 
 def _ended(rounds: Rounds, form: _Form, routed: Routed, experts: _Experts, out: Any, bias: Any) -> Any:
@@ -208,8 +211,7 @@ def prepare(
         return _computed(rounds, form, experts, *routed.plan.layer_tensors(routed))
 
     if form.weights.casts:
-        x, others["scales"] = form.weights.cast(x, form.values)
-        x = x.view(kernels.FP8)  # as in _started()
+        x, others["scales"] = _cast(form, x)
     call = DispatchCall(dispatching, (x, topk_idx, topk_weights), {"max_rows": options.max_rows, **others})
     return Unfused(rounds, call, form.combining, {"out": out, "bias": bias}, computed, back)
 

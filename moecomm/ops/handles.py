@@ -116,23 +116,24 @@ def restore(memory: torch.Tensor, name: str, layout: str, max_rows: int, num_tok
     """
     rounds = names.find(name)
     route = rounds.routes.get((layout, max_rows, num_tokens))
-    args = None if route is None else route.moved.get(memory.data_ptr())
-    if route is not None and args is not None and _is_table(memory, rounds, route):
-        # The tensor stands in for a block of the window: rounds only need it to keep the tables alive.
-        return NativeHandle(rounds, route.plan, args, cast("_native.Block", memory))
-    with CollectiveCall(rounds):  # every caller runs a round with the handle
-        return _restore(memory, rounds, layout, max_rows, num_tokens)
-
-
-def _is_table(memory: torch.Tensor, rounds: Rounds, route: Route) -> bool:
     right = memory.dtype is torch.uint8 and memory.is_contiguous() and memory.device == rounds.device
-    return right and memory.numel() == route.memory_bytes and _native.tensor_words((memory,)) is not None
+    if route is not None and not (right and memory.numel() == route.memory_bytes):
+        route = None
+    args = None
+    if route is not None and _native.tensor_words((memory,)) is not None:
+        args = route.moved.get(memory.data_ptr())
+    if route is None or args is None:
+        with CollectiveCall(rounds):  # every caller runs a round with the handle
+            route, args = _checked(memory, route, layout, max_rows, num_tokens)
+    # The tensor stands in for a block of the window: rounds only need it to keep the tables alive.
+    return NativeHandle(rounds, route.plan, args, cast("_native.Block", memory))
 
 
-def _restore(memory: torch.Tensor, rounds: Rounds, layout: str, max_rows: int, num_tokens: int) -> NativeHandle:
-    route = rounds.routes.get((layout, max_rows, num_tokens))
-    right = memory.dtype is torch.uint8 and memory.is_contiguous() and memory.device == rounds.device
-    if route is None or not right or memory.numel() != route.memory_bytes:
+def _checked(
+    memory: torch.Tensor, route: Route | None, layout: str, max_rows: int, num_tokens: int
+) -> tuple[Route, _native.DispatchArgs]:
+    """Return the route of such tables, and its arguments for where they lie.  Raises BadInput."""
+    if route is None:
         got = f"one of layout {layout!r} for {num_tokens} tokens and {max_rows} rows on {memory.device}"
         raise BadInput("handle", got, "one that moecomm.ops.dispatch returned, over this Buffer")
     check_memory("handle", memory)
@@ -144,8 +145,7 @@ def _restore(memory: torch.Tensor, rounds: Rounds, layout: str, max_rows: int, n
         if len(route.moved) >= _MOST_MOVED:  # allocators reuse addresses, so few are needed
             route.moved.clear()
         args = route.moved[address] = moved(route.args, address - route.address)
-    # The tensor stands in for a block of the window: rounds only need it to keep the tables alive.
-    return NativeHandle(rounds, route.plan, args, cast("_native.Block", memory))
+    return route, args
 
 
 def counts(handle: NativeHandle) -> tuple[torch.Tensor, torch.Tensor]:

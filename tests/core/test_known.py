@@ -1,4 +1,4 @@
-"""What is known of one call does not stand in for another."""
+"""Calls that are known, and others that are like them and must not be taken for them."""
 
 from __future__ import annotations
 
