@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import queue
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -21,8 +20,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-
-import moecomm
 
 from . import shared_run, slow
 from .compiled import compiling
@@ -242,25 +239,6 @@ def fresh_compiler() -> Iterator[None]:
     """Leaves nothing that torch.compile has compiled to other tests."""
     yield
     torch.compiler.reset()
-
-
-@pytest.fixture
-def python(tmp_path: Path) -> Callable[[str], subprocess.CompletedProcess[str]]:
-    """Runs code in a fresh interpreter, with the moecomm that is tested: installed, or built in place."""
-    packages = str(Path(moecomm.__file__).parent.parent)
-
-    def run(code: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=tmp_path,  # not the repository, whose moecomm may not have been built
-            env={**os.environ, "PYTHONPATH": packages},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-
-    return run
 
 
 @pytest.fixture

@@ -6,11 +6,10 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-import moecomm
+from .fresh_python import beside_packages
 
 # Less than the defaults of a container: 64 KiB of /dev/shm, no capability, and no way to get one.
 CONTAINER = """
@@ -27,7 +26,7 @@ def in_container(*command: str) -> subprocess.CompletedProcess[str]:
         pytest.skip("this machine makes no namespaces")
     return subprocess.run(
         [*made, "sh", "-ec", CONTAINER, "sh", *command],
-        cwd=Path(moecomm.__file__).parent.parent,  # not a folder with a moecomm that is not built
+        **beside_packages(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-import os
 import re
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from moecomm.router import Gating
 
 from .conftest import Ranks
 from .few import few
+from .fresh_python import run_python
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "examples"))
@@ -31,17 +31,8 @@ sys.path.append(str(ROOT / "examples"))
 @pytest.mark.long
 @pytest.mark.parametrize(("steps", "ranks", "loss"), [(20, 2, 3.5), (200, 4, 3.2)])
 def test_a_language_model_learns_the_same_on_several_ranks_and_on_one(steps: int, ranks: int, loss: float) -> None:
-    program = str(ROOT / "examples" / "train_language_model.py")
-    command = [sys.executable, program, "--steps", str(steps), "--ranks", str(ranks)]
-    packages = str(Path(moecomm.__file__).parent.parent)  # of the moecomm that is tested
-    found = subprocess.run(
-        command,
-        env={**os.environ, "PYTHONPATH": packages},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    program = ROOT / "examples" / "train_language_model.py"
+    found = run_python(program, "--steps", str(steps), "--ranks", str(ranks))
     assert found.returncode == 0, found.stdout + found.stderr
     losses = [float(line.split()[1]) for line in found.stdout.splitlines() if re.match(r" *\d", line)]
     assert len(losses) == 11 and losses[0] > 5 and losses[-1] < loss
@@ -57,14 +48,7 @@ def curve(printed: str, ranks: int) -> tuple[list[float], str]:
 
 def run_example(script: str, steps: int, ranks: int) -> tuple[list[float], str]:
     """An example as users start it."""
-    found = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / script), "--steps", str(steps), "--ranks", str(ranks)],
-        env={**os.environ, "PYTHONPATH": str(Path(moecomm.__file__).parent.parent)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    found = run_python(ROOT / "examples" / script, "--steps", str(steps), "--ranks", str(ranks))
     assert found.returncode == 0, found.stdout + found.stderr
     return curve(found.stdout, ranks)
 
@@ -133,20 +117,8 @@ def test_a_tensor_parallel_mlp_learns_the_same_on_several_ranks_and_on_one() -> 
 
 
 def torchrun(processes: int, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    return subprocess.run(
-        [*command, str(ROOT / "examples" / script), *arguments],
-        env={
-            **os.environ,
-            "PYTHONPATH": str(Path(moecomm.__file__).parent.parent),
-            "GLOO_SOCKET_IFNAME": "lo",
-            "OMP_NUM_THREADS": "1",
-        },
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    return run_python(*command, ROOT / "examples" / script, *arguments, GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
 
 
 @pytest.mark.long

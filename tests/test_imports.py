@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-import moecomm
+from .fresh_python import run_python
 
 ROOT = Path(__file__).parents[1]
 PATHS = sorted(path for package in ("moecomm", "moecomm_bench") for path in (ROOT / package).rglob("*.py"))
@@ -61,8 +59,8 @@ def test_each_module_of_the_reference_is_imported_by_its_name(page: Path) -> Non
     name = page.read_text().partition("\n")[0].removeprefix("# ")
     if name.startswith("moecomm"):
         code = f"import {name}; from {name} import __doc__; assert {name} is __import__('sys').modules['{name}']"
-        there = Path(moecomm.__file__).parent.parent  # not the repository, whose moecomm may not have been built
-        subprocess.run([sys.executable, "-c", code], check=True, cwd=there)
+        imported = run_python("-c", code)
+        assert imported.returncode == 0, imported.stderr
 
 
 def test_nothing_of_moecomm_imports_what_measures_it() -> None:

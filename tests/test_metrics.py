@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import re
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from moecomm import metrics
 from moecomm.rounds import tally
 
 from .backends.conftest import run_ranks
+from .fresh_python import run_python
 from .live import shorten
 
 client = pytest.importorskip("prometheus_client")
@@ -155,15 +155,14 @@ def test_a_registry_has_them_once_and_gives_them_back() -> None:
         metrics.register("a registry")
 
 
-def test_without_the_library_it_is_unsupported_and_nothing_else_needs_it(
-    python: Callable[[str], subprocess.CompletedProcess[str]],
-) -> None:
-    told = python(
+def test_without_the_library_it_is_unsupported_and_nothing_else_needs_it() -> None:
+    told = run_python(
+        "-c",
         "import sys; sys.modules['prometheus_client'] = None\n"
         "import moecomm, moecomm.metrics\n"
         "moecomm.Buffer('self', hidden=64, num_experts=1, topk=1, max_tokens=1, backend='host').close()\n"
         "try:\n    moecomm.metrics.register()\n"
-        "except moecomm.Unsupported as error:\n    print(error)\n"
+        "except moecomm.Unsupported as error:\n    print(error)\n",
     )
     assert told.returncode == 0, told.stderr
     assert "moecomm[metrics]" in told.stdout

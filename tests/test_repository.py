@@ -6,13 +6,13 @@ import importlib.util
 import inspect
 import json
 import re
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import moecomm
+
+from .fresh_python import run_python
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("moecomm", "moecomm_bench")
@@ -218,13 +218,13 @@ def test_what_is_offered_is_documented() -> None:
     assert [name for name, of in offered.items() if callable(of) and not inspect.getdoc(of)] == []
 
 
-def test_importing_is_quick(python: Callable[[str], subprocess.CompletedProcess[str]]) -> None:
+def test_importing_is_quick() -> None:
     """Under a second of work beyond torch's own import, and without anything a GPU would need."""
     code = (  # seconds of the process, not those in which a busy machine does something else
         "import sys, time, torch; before = set(sys.modules); begin = time.process_time(); import moecomm;"
         "print(time.process_time() - begin, *{m.split('.')[0] for m in set(sys.modules) - before})"
     )
-    told = python(code)
+    told = run_python("-c", code)
     assert told.returncode == 0, told.stderr
     seconds, *modules = told.stdout.split()
     assert float(seconds) < 1

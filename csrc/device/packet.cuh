@@ -44,8 +44,10 @@ MOECOMM_FN void store_step(u8* packet, i32 lines, i32 step, ulonglong2 words, u3
 MOECOMM_FN bool poll_packet(const u8* packet, i32 lines, u32 tag, PacketWords& words) {
     bool here = true;
 #pragma unroll
-    for (i32 step = 0; step < kPacketSteps; ++step)
+    for (i32 step = 0; step < kPacketSteps; ++step) {
+        words.step[step] = {};  // no register keeps what the poll before it found
         if (packet_line(step) < lines) words.step[step] = load_line_words(packet + step * kWarp * 16 + lane_id() * 16);
+    }
 #pragma unroll
     for (i32 step = 0; step < kPacketSteps; ++step)
         if (ends_line() && packet_line(step) < lines) here = here && words.step[step].y == line_tag(tag);

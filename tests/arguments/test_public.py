@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ import moecomm
 from moecomm import ops
 
 from ..few import few
+from ..fresh_python import run_python
 from . import calls
 from .accepted import TABLE, accepted
 from .child import RIGHT_EVERY
@@ -31,15 +29,7 @@ def is_of(part: str, name: str) -> bool:
 
 
 def said_by_child(*words: str, timeout_s: int = 120) -> list[list[str]]:
-    packages = str(Path(moecomm.__file__).parent.parent)
-    ran = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / "child.py"), *words],
-        env={**os.environ, "PYTHONPATH": packages},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
+    ran = run_python(Path(__file__).parent / "child.py", *words, timeout_s=timeout_s)
     said = [json.loads(line) for line in ran.stdout.splitlines()]
     assert ran.returncode == 0, f"ended by {said[-1:]}\n{ran.stderr[-2000:]}"
     return said

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -30,6 +29,7 @@ from moecomm.ranks.settings import Settings
 from moecomm.routed import Routed
 from moecomm.testing import LocalBuffers
 
+from ..fresh_python import run_python
 from ..live import FAR_S, ROOM_S
 
 
@@ -126,7 +126,7 @@ def test_what_was_asked_for_on_some_rank_or_has_no_room_is_not_replaced(monkeypa
     assert reaching.opened == ["lsa"]
 
 
-def test_asking_imports_nothing_of_cuda(python: Callable[[str], subprocess.CompletedProcess[str]]) -> None:
+def test_asking_imports_nothing_of_cuda() -> None:
     """Neither NVIDIA's packages nor the driver: import time, and forks that come later."""
     code = (
         "import sys, torch\n"
@@ -136,7 +136,7 @@ def test_asking_imports_nothing_of_cuda(python: Callable[[str], subprocess.Compl
         "assert backends.choose('auto', None)[0] == 'host'\n"
         "print(sorted(name for name in set(sys.modules) - before if name.split('.')[0] in ('cuda', 'nccl')))\n"
     )
-    done = python(code)
+    done = run_python("-c", code)
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
 
 

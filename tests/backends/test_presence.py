@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-import moecomm
 from moecomm import _native
 from moecomm.backends import presence as presence_module
 from moecomm.backends.presence import Presence
 from moecomm.ranks.rendezvous import ProcessGroup
 
 from ..conftest import Ranks
+from ..fresh_python import beside_packages
 
 
 def _leave(rank: int, group: Any, how: str, pidfds: bool) -> float:
@@ -50,13 +50,12 @@ UNSHARE = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
 def start_in_namespaces(store: Path) -> list[subprocess.Popen[str]]:
     """Rank 0 here, ranks 1 and 2 each in a PID namespace of its own, where both have the pid 1."""
     program = Path(__file__).with_name("namespaced_rank.py")
-    packages = str(Path(moecomm.__file__).parent.parent)  # installed, or built in place
     return [
         subprocess.Popen(
             [*(UNSHARE if rank else []), sys.executable, program, store, str(rank), "3"],
-            env={**os.environ, "PYTHONPATH": packages},
             stdout=subprocess.PIPE,
             text=True,
+            **beside_packages(),
         )
         for rank in range(3)
     ]

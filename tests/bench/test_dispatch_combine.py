@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,15 +15,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import moecomm
 from moecomm_bench import dispatch_combine
 from moecomm_bench.case import RoundsCase
 from moecomm_bench.cli import app
 from moecomm_bench.ours import IN_WINDOW, Ours, TimedOperation, operations
 
 from ..conftest import Ranks
+from ..fresh_python import run_python
 
-PACKAGES = Path(moecomm.__file__).parent.parent
 SIZES = ["--hidden", "128", "--experts", "8", "--topk", "3", "--backend", "host"]
 HIDDEN, EXPERTS, TOPK = 128, 8, 3
 CASE = RoundsCase(
@@ -49,14 +46,7 @@ CASE = RoundsCase(
 def bench(tmp_path: Path, *words: str, start: tuple[str, ...] = ("-m", "moecomm_bench")) -> tuple[str, Any]:
     """Return what the command prints, and the JSON that it writes."""
     out = tmp_path / "found.json"
-    done = subprocess.run(
-        ["/usr/bin/env", f"PYTHONPATH={PACKAGES}", sys.executable, *start, *words, "--json", str(out)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    done = run_python(*start, *words, "--json", out, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     return done.stdout, json.loads(out.read_text())
 

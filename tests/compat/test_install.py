@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-Python = Callable[[str], "subprocess.CompletedProcess[str]"]
+from ..fresh_python import run_python
 
 
-def test_frameworks_find_it(python: Python) -> None:
-    told = python(
+def test_frameworks_find_it() -> None:
+    told = run_python(
+        "-c",
         """
 import importlib.util, sys
 import moecomm, moecomm.compat
@@ -39,14 +39,15 @@ assert (F, G, H) == (EPBuffer, EPHandle, BufferAllocator) and deep_ep.comm is co
 assert deep_ep.buffers.legacy.Buffer is Buffer and E is ElasticBuffer
 assert deep_ep is module and (A, B, C, D) == (EventHandle, EventOverlap, EventOverlap, Buffer)
 print("found")
-"""
+""",
     )
     assert told.stdout == "found\n", told.stderr
 
 
 @pytest.mark.long
-def test_another_deep_ep_is_left_alone_unless_asked(python: Python) -> None:
-    told = python(
+def test_another_deep_ep_is_left_alone_unless_asked(tmp_path: Path) -> None:
+    told = run_python(
+        "-c",
         """
 import pathlib, sys
 pathlib.Path("deep_ep").mkdir()
@@ -65,13 +66,15 @@ for loaded in (False, True):
 install_as_deep_ep(replace=True)
 import deep_ep
 print(hasattr(deep_ep, "real"), "deep_ep.other" in sys.modules, deep_ep.Buffer.__module__)
-"""
+""",
+        cwd=tmp_path,
     )
     assert told.stdout == "True\nTrue\nFalse False moecomm.compat.deep_ep.buffer\n", told.stderr
 
 
-def test_nixl_ep_is_found(python: Python) -> None:
-    told = python(
+def test_nixl_ep_is_found() -> None:
+    told = run_python(
+        "-c",
         """
 import moecomm.compat
 module = moecomm.compat.install_as_nixl_ep()
@@ -81,6 +84,6 @@ from nixl_ep.buffer import Buffer
 from nixl_ep.utils import EventOverlap
 assert nixl_ep is module and (Buffer, EventOverlap) == (nixl_ep.Buffer, nixl_ep.EventOverlap)
 print("found")
-"""
+""",
     )
     assert told.stdout == "found\n", told.stderr

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +13,10 @@ import torch
 import torch.distributed as dist
 import typer
 
-import moecomm
 from moecomm.tools.cli import app
 
 from ..conftest import Ranks
+from ..fresh_python import run_python
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -78,10 +76,8 @@ UNDER_TORCHRUN = "quick_start"
 def test_the_first_program_runs_under_torchrun(tmp_path: Path) -> None:
     file = tmp_path / "first.py"
     file.write_text(program(ROOT / "docs" / f"{UNDER_TORCHRUN}.md"))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(file)]
-    packages = str(Path(moecomm.__file__).parent.parent)
-    env = {**os.environ, "PYTHONPATH": packages, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    found = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", file]
+    found = run_python(*command, timeout_s=120, GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     assert found.returncode == 0, found.stderr
     assert sorted(re.findall(r"rank (\d): \d+ rows", found.stdout)) == ["0", "1"]
 

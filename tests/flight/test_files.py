@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import stat
 import subprocess
-import sys
-import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -21,6 +18,7 @@ import moecomm
 from moecomm.observe.flight import files
 
 from ..backends.conftest import all_ranks
+from ..fresh_python import run_python
 from ..live import shorten
 
 SIZES = '{"hidden": 64, "num_experts": 2, "topk": 1, "max_tokens": 4, "backend": "host"}'
@@ -35,11 +33,8 @@ def dispatch(buffer):
 
 def run(folder: Path | None, code: str) -> subprocess.CompletedProcess[str]:
     """A program with open Buffers, in a process of its own."""
-    packages = str(Path(moecomm.__file__).parent.parent)
-    env = {**os.environ, "PYTHONPATH": packages, **({} if folder is None else {"MOECOMM_FLIGHT_DIR": str(folder)})}
-    command = [sys.executable, "-c", PROGRAM + code]
-    elsewhere = tempfile.gettempdir()  # not the repository, whose moecomm may not have been built
-    return subprocess.run(command, cwd=elsewhere, env=env, capture_output=True, text=True, timeout=120, check=False)
+    variables = {} if folder is None else {"MOECOMM_FLIGHT_DIR": str(folder)}
+    return run_python("-c", PROGRAM + code, timeout_s=120, **variables)
 
 
 def written(folder: Path) -> list[dict[str, Any]]:

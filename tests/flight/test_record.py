@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +10,7 @@ import torch
 
 import moecomm
 
+from ..fresh_python import run_python
 from .records import FakeRank
 
 OURS = {"round", "tokens", "captured", "rejected", "call", "error"}
@@ -31,8 +30,8 @@ def kinds(values: dict[str, Any]) -> dict[str, type]:
 
 
 @pytest.mark.long
-def test_the_names_are_those_of_torch(python: Callable[[str], subprocess.CompletedProcess[str]]) -> None:
-    told = python(TORCH)
+def test_the_names_are_those_of_torch() -> None:
+    told = run_python("-c", TORCH)
     assert told.returncode == 0, told.stderr
     theirs = json.loads(told.stdout[told.stdout.index("{") :])  # after the lines of gloo
     rank = FakeRank(0, 1)

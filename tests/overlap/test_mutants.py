@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-import moecomm
-
+from ..fresh_python import run_python
 from .mutants import MUTANTS
 
 BY_NAME = {mutant.name: mutant.operators for mutant in MUTANTS} | {"none": ()}
@@ -19,13 +15,6 @@ BY_NAME = {mutant.name: mutant.operators for mutant in MUTANTS} | {"none": ()}
 @pytest.mark.long
 @pytest.mark.parametrize("name", BY_NAME)
 def test_mutants_are_caught(name: str) -> None:
-    ran = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / "mutant_child.py"), name],
-        env={**os.environ, "PYTHONPATH": str(Path(moecomm.__file__).parent.parent)},
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
+    ran = run_python(Path(__file__).parent / "mutant_child.py", name, timeout_s=250)
     assert ran.returncode == 0, ran.stderr
     assert set(ran.stdout.split()) == set(BY_NAME[name])

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-import moecomm
 from moecomm.routing import Recorded, RoutingRecorder, loads
 from moecomm.tools.cli import app
+
+from ..fresh_python import run_python
 
 PROGRAM = """
 import sys, torch, moecomm, helper
@@ -32,15 +32,7 @@ def run(*words: str) -> str:
 
 
 def record(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    moecomm_here = f"PYTHONPATH={Path(moecomm.__file__).parent.parent}"
-    return subprocess.run(
-        ["/usr/bin/env", moecomm_here, sys.executable, "-m", "moecomm", "record", *words],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return run_python("-m", "moecomm", "record", *words, cwd=folder)
 
 
 @pytest.fixture

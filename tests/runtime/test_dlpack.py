@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import subprocess
 import sys
 import threading
 import weakref
@@ -14,6 +13,8 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from moecomm import _native
+
+from ..fresh_python import run_python
 
 INT, UINT, FLOAT, BFLOAT, BOOL, E4M3, E8M0 = 0, 1, 2, 4, 6, 10, 14
 DTYPES = {
@@ -187,7 +188,7 @@ def test_deleter_without_the_gil(in_thread: bool) -> None:
     assert (arena.used, gone()) == (0, None)
 
 
-def test_a_tensor_may_outlive_python(python: Callable[[str], subprocess.CompletedProcess[str]]) -> None:
+def test_a_tensor_may_outlive_python() -> None:
     code = """
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -201,5 +202,5 @@ torch.cycle = [tensors[1]]
 torch.cycle.append(torch.cycle)
 capsule = block.tensor(memory.address, (8,), 2, 32, 1, 0, memory)
 """
-    done = python(code)
+    done = run_python("-c", code)
     assert (done.returncode, done.stderr) == (0, "")

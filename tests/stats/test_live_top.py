@@ -21,12 +21,12 @@ import pytest
 import torch
 from rich.console import Console
 
-import moecomm
 from moecomm.errors import BadInput
 from moecomm.observe.stats import top
 from moecomm.observe.stats.publish import Publisher
 from moecomm.testing import LocalBuffers
 
+from ..fresh_python import beside_packages, run_python
 from .test_counters import SIZES, TOPK, x_of
 
 HIDDEN_CURSOR, SHOWN_CURSOR = "\x1b[?25l", "\x1b[?25h"
@@ -37,7 +37,6 @@ fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that Ctrl-C reaches this process
 from moecomm.tools.cli import main
 main()
 """
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(moecomm.__file__).parent.parent)}
 WAIT_S = 60.0
 
 
@@ -130,15 +129,7 @@ while len(list(folder.glob("*.json"))) < 2:
 buffers[0].close()
 print(len(list(folder.glob("*"))))
 """
-    ran = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)],
-        env={**ENVIRONMENT, "MOECOMM_TOP_DIR": str(tmp_path)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    ran = run_python("-c", program, tmp_path, MOECOMM_TOP_DIR=str(tmp_path))
     assert (ran.returncode, ran.stdout) == (0, "1\n"), ran.stderr
     assert list(tmp_path.iterdir()) == []
 
@@ -180,8 +171,7 @@ def test_the_command_refreshes_a_terminal_and_restores_it(tmp_path: Path) -> Non
         Job(tmp_path, first).publish()
         command = [sys.executable, "-c", COMMAND, "top", str(tmp_path)]
         terminal: dict[str, Any] = {"stdin": slave, "stdout": slave, "stderr": slave, "start_new_session": True}
-        # Not in the repository, whose moecomm may not have been built.
-        with subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, **terminal) as process:
+        with subprocess.Popen(command, **beside_packages(tmp_path), **terminal) as process:
             try:
                 shown = read_until(master, f"Buffer {first.buffers[0].rounds.identity}, 2 of 2 ranks")
                 Job(tmp_path, second).publish()

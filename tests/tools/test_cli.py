@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from moecomm.tools import cli
 from moecomm_bench.simulate import cli as simulate
+
+from ..fresh_python import run_python
 
 
 @pytest.mark.parametrize(
@@ -87,12 +87,11 @@ def test_a_plot_without_matplotlib_says_how_to_get_it_before_it_reads_results(
     assert "moecomm[bench]" in told
 
 
-def test_the_command_line_brings_no_plots_and_nothing_of_gpus(
-    python: Callable[[str], subprocess.CompletedProcess[str]],
-) -> None:
-    told = python(
+def test_the_command_line_brings_no_plots_and_nothing_of_gpus() -> None:
+    told = run_python(
+        "-c",
         "import sys, torch; before = set(sys.modules); import moecomm.tools.cli;"
-        "print(*{name.split('.')[0] for name in set(sys.modules) - before})"
+        "print(*{name.split('.')[0] for name in set(sys.modules) - before})",
     )
     assert told.returncode == 0, told.stderr
     assert not {"matplotlib", "cuda", "cupy", "nccl", "nvshmem", "deep_ep"} & set(told.stdout.split())

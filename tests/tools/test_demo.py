@@ -18,6 +18,7 @@ from moecomm.router import router
 from moecomm.tools import cli, demo
 from moecomm.tools.demo_layer import reference
 
+from ..fresh_python import beside_packages
 from ..live import alive, children_of, wait_until
 
 
@@ -151,9 +152,6 @@ def test_a_table_fits_eighty_columns() -> None:
     assert "…" not in console.export_text()
 
 
-PACKAGES = Path(moecomm.__file__).parent.parent  # of the moecomm that is tested, installed or built in place
-
-
 def start_demo(directory: Path) -> tuple[subprocess.Popen[str], set[int]]:
     """The command, with its temporary files in `directory`; and its ranks, once all have been started."""
     code = (
@@ -162,8 +160,8 @@ def start_demo(directory: Path) -> tuple[subprocess.Popen[str], set[int]]:
         "sys.argv = ['moecomm', 'demo', '--backend', 'host']; from moecomm.tools.cli import main; main()"
     )
     command = subprocess.Popen(
-        ["/usr/bin/env", f"TMPDIR={directory}", f"PYTHONPATH={PACKAGES}", sys.executable, "-c", code],
-        cwd=directory,
+        [sys.executable, "-c", code],
+        **beside_packages(directory, TMPDIR=str(directory)),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -15,6 +15,8 @@ import pytest
 import moecomm
 from moecomm.tools.local_job import run
 
+from ..fresh_python import beside_packages, run_python
+
 ROOT = Path(__file__).parent.parent.parent
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 
@@ -109,8 +111,7 @@ os.rename(file.name, file.name.replace('new', 'pid'))
 time.sleep(600)
 """
     job = f"import sys; from moecomm.tools.local_job import run; sys.exit(run(['-c', {rank!r}], 2, print))"
-    env = {**os.environ, "PYTHONPATH": str(Path(moecomm.__file__).parent.parent)}
-    launcher = subprocess.Popen([sys.executable, "-c", job], env=env)
+    launcher = subprocess.Popen([sys.executable, "-c", job], **beside_packages())
     files = [tmp_path / f"pid{rank}" for rank in range(2)]
     while not all(file.exists() for file in files):
         assert launcher.poll() is None
@@ -130,16 +131,8 @@ def test_bad_arguments_start_nothing(given: tuple[list[str], int], argument: str
 @pytest.mark.parametrize("lost", [2, 0])
 def test_the_ranks_of_the_example_serve_on_without_a_lost_one(lost: int) -> None:
     """Rank 0 would have the store under plain torch."""
-    command = [sys.executable, "-m", "moecomm", "launch", "--ranks", "3", str(ROOT / "examples" / "lose_a_rank.py")]
-    env = {**os.environ, "PYTHONPATH": str(Path(moecomm.__file__).parent.parent)}
-    found = subprocess.run(
-        [*command, "--steps", "40", "--lose", str(lost)],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    command = ["-m", "moecomm", "launch", "--ranks", "3", ROOT / "examples" / "lose_a_rank.py"]
+    found = run_python(*command, "--steps", "40", "--lose", str(lost))
     assert found.returncode == 0, found.stdout + found.stderr
     assert f"rank {lost} was killed by SIGKILL; 2 of 3 ranks still run" in found.stderr
     left = [rank for rank in range(3) if rank != lost]
