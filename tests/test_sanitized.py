@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from .test_packaging import FILES
+
 pytestmark = [pytest.mark.sanitized, pytest.mark.timeout(1200)]
 
 ROOT = Path(__file__).parent.parent
@@ -47,15 +49,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     work = tmp_path_factory.mktemp("sanitized")
     for folder in ("csrc", "moecomm"):
         shutil.copytree(ROOT / folder, work / "tree" / folder, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    for name in (
-        "LICENSE",
-        "MANIFEST.in",
-        "README.md",
-        "package_page.py",
-        "pyproject.toml",
-        "setup.py",
-        "signatures.py",
-    ):
+    for name in FILES:
         shutil.copy(ROOT / name, work / "tree")
     setup = work / "tree" / "setup.py"
     built = setup.read_text()

@@ -121,9 +121,11 @@ Raises:
         .def(py::init<std::shared_ptr<Turn>>(), py::arg("turn"))
         .def_readwrite("closed", &HostRunner::closed)
         .def(
-            "__call__", [](HostRunner& runner, const DispatchArgs& args) { runner.run(args); }, py::arg("args"), "See host_dispatch.")
+            "__call__", [](HostRunner& runner, const DispatchArgs& args) { runner.run(args); }, py::arg("args"),
+            "Run a dispatch, as host_dispatch.")
         .def(
-            "__call__", [](HostRunner& runner, const CombineArgs& args) { runner.run(args); }, py::arg("args"), "See host_combine.")
+            "__call__", [](HostRunner& runner, const CombineArgs& args) { runner.run(args); }, py::arg("args"),
+            "Run a combine, as host_combine.")
         .def("combine_checked", &HostRunner::run_checked, py::arg("args"), py::arg("checks"),
              "Run a combine, and check the rows.  All ranks do.");
     py::class_<LaunchQueue, std::shared_ptr<LaunchQueue>>(m, "LaunchQueue", R"(The stream of a session's last round.

@@ -68,9 +68,9 @@ class DispatchPlan {
     FlatOutputs flat_outputs(const DispatchArgs& args) const;
     // The outputs of a dispatch in expert layout, with the same conditions.
     ExpertOutputs expert_outputs(const DispatchArgs& args) const;
-    // The outputs of a batched dispatch.  Throws std::invalid_argument for any other dispatch.
-    // Of an expert dispatch, as given or cast to FP8 with float32 scales by row.
+    // The outputs of a layer's dispatch: in expert layout, of rows as given or cast to FP8 with float32 scales by row.
     LayerOutputs layer_outputs(const DispatchArgs& args) const;
+    // The outputs of a batched dispatch.  Throws std::invalid_argument for any other dispatch.
     BatchedOutputs batched_outputs(const DispatchArgs& args) const;
     // The tables that a dispatch of any layout leaves of its rows.
     TableOutputs table_outputs(const DispatchArgs& args) const;

@@ -37,11 +37,11 @@ class Masks:
 
     @property
     def masked(self) -> tuple[int, ...]:
-        """See Buffer.masked."""
+        """Masked ranks, in order: Buffer.masked."""
         return tuple(sorted(self._rounds.masked))
 
     def mask(self, ranks: Iterable[int] | None, replicas: Mapping[int, int] | None) -> tuple[int, ...]:
-        """See Buffer.mask."""
+        """Mask these ranks, or those that all ranks agree on: Buffer.mask()."""
         rounds = self._rounds
         named = None if ranks is None else _checked(rounds, ranks)
         if named is not None and rounds.rank in named:
@@ -58,7 +58,7 @@ class Masks:
         return self.masked
 
     def unmask(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """See Buffer.unmask."""
+        """Take these ranks in again: Buffer.unmask()."""
         rounds = self._rounds
         joining = _checked(rounds, ranks)
         with CollectiveCall(rounds, 0):

@@ -69,7 +69,6 @@ class Survivors:
         self.origin, self.prefix, self._timeout_s = origin, prefix, timeout_s
 
     def board(self, prefix: str = "") -> Board:
-        """See Group."""
         return self.origin(self.prefix + prefix)
 
     def global_ranks(self) -> list[int]:
@@ -77,7 +76,6 @@ class Survivors:
         return []
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        """See Group."""
         return gather(self, data, self._timeout_s)
 
 

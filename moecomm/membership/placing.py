@@ -22,7 +22,7 @@ from moecomm.rounds.state import collective
 
 @collective(rounds=0)
 def set_placement(rounds: Rounds, placement: Placement, table: Table | None = None) -> None:
-    """See Buffer.set_placement.  `table`: that of Rounds.table_of(), if it has been made."""
+    """Replace the placement: Buffer.set_placement().  `table`: that of Rounds.table_of(), if it has been made."""
     rounds.require_usable()
     if rounds.placement is None:
         raise BadInput("placement", "one for a Buffer without", "a Buffer that was opened with a placement")

@@ -65,21 +65,20 @@ class CallCount:
             buffer._interrupted(error)
             buffer.count_failed()
 
+    # What _native.Call asks of its owner.
+
     def _begin_call(self, rounds: int, nested: bool, marks: Marks) -> None:
-        """See _native.Call."""
+        """Do nothing: calls are counted when they end."""
 
     def _count_refused(self) -> None:
-        """See _native.Call.  Calls are counted when they end."""
         while self.turn.uncounted > 0:
             self.turn.counted()
 
     def _interrupted(self, error: BaseException | None, marks: Marks) -> None:
-        """See _native.Call."""
         if error is None:  # else _call_failed() follows
             self.count_failure(marks, error)
 
     def _call_failed(self, error: BaseException, missed: bool, marks: Marks) -> None:
-        """See _native.Call."""
         self.count_failure(marks, error)
 
 

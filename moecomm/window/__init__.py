@@ -369,31 +369,28 @@ class Window(Bound):
         """
         return _native.Call(self, 0, _OPEN)
 
+    # What _native.Call asks of its owner.
+
     def _begin_call(self, rounds: int, nested: bool, note: object) -> None:
-        """See _native.Call."""
         self._require_open()
         if note is not _OPEN:
             self._raise_failure()
 
     def _refuse(self) -> NoReturn:
-        """See _native.Call."""
         raise ConcurrentCall("Window")
 
     def _interrupted(self, error: BaseException | None, note: object) -> None:
-        """See _native.Call."""
         if self.num_ranks > 1 and not isinstance(error, MoecommError):
             self.abort()
 
     def _call_failed(self, error: BaseException, missed: bool, note: object) -> None:
-        """See _native.Call."""
+        """Count nothing: a call that ends before its round is known to all ranks."""
 
     def _count_refused(self) -> None:
-        """See _native.Call.  Calls are not counted: one that ends before its round is known to all ranks."""
         while self.turn.uncounted > 0:
             self.turn.counted()
 
     def _release(self) -> None:
-        """See _native.Call."""
         self._opened.end()
 
     def _check_rank(self, argument: str, rank: int) -> None:

@@ -20,7 +20,10 @@ def kernel(call: str) -> plain_kernel.PlainKernel:
 
 
 class GpuCalls:
-    """See moecomm.window.calls.WindowCalls.  The peers have CONTROL bytes of control memory more than they use."""
+    """Kernels and copies of moecomm.window.calls.WindowCalls.
+
+    The peers have CONTROL bytes of control memory more than they use.
+    """
 
     def __init__(self, peers: GpuPeers, memory: UserMemory, handle: _native.WindowHandle) -> None:
         self._peers, self._handle = peers, handle
@@ -52,51 +55,41 @@ class GpuCalls:
             _native.cuda_launch_packed(self._functions[call], *how)
 
     def signal(self, rank: int, index: int, amount: int) -> None:
-        """See WindowCalls."""
         self._launch("signal", amount, rank, index)
 
     def set_signal(self, rank: int, index: int, value: int) -> None:
-        """See WindowCalls."""
         self._launch("set_signal", value, rank, index)
 
     def signal_value(self, index: int) -> int:
-        """See WindowCalls."""
         address = self._peers.addresses[self._handle.rank] + self._handle.signals + 8 * index
         torch.cuda.current_stream(self._device).synchronize()
         return int.from_bytes(self._read(address, 8), "little")
 
     def wait(self, index: int, value: int, peer: int) -> bool:
-        """See WindowCalls."""
         self._launch("wait", value, peer, index)
         return True
 
     def barrier(self) -> bool:
-        """See WindowCalls."""
         self._launch("barrier")
         return True
 
     def abort_word(self) -> int:
-        """See WindowCalls."""
         return _native.read_word(self._handle.abort_host)
 
     def abort(self, cause: int) -> None:
-        """See WindowCalls."""
         rank = self._handle.rank
         self._peers.abort(cause, rank)
         word = self.abort_word().to_bytes(4, "little")
         self._write([address + self._handle.abort for address in self._peers.addresses], word)
 
     def capturing(self) -> bool:
-        """See WindowCalls."""
         cuda_driver.bind_thread(self._device.index)
         return _native.cuda_capturing(_native.current_stream(self._device.index))
 
     def synchronize(self) -> None:
-        """See WindowCalls."""
         torch.cuda.synchronize(self._device)
 
     def leave(self) -> None:
-        """See WindowCalls."""
         at = self._handle.left + 4 * self._handle.rank
         self._write([address + at for address in self._peers.addresses], (1).to_bytes(4, "little"))
 
