@@ -227,11 +227,12 @@ class Settings:
             return
         least: dict[str, Any] = {"num_experts": self.ranks, "hidden": 16, "max_tokens": 1, "topk": 1}
         least |= {} if self.window_bytes is None else {"window_bytes": 1}
-        name = min(least, key=lambda name: replace(self, **{name: least[name]})._window_bytes(backend))
+        name = min(least, key=lambda name: replace(self, **{name: least[name]}).total_bytes(backend))
         want = f"sizes whose window fits the {memory_bytes >> 20} MiB of this machine; this takes {window >> 20} MiB"
         raise BadInput(name, getattr(self, name), want)
 
-    def _window_bytes(self, backend: Backend) -> int:
+    def total_bytes(self, backend: Backend) -> int:
+        """Bytes of the whole window of a rank, by the rules of a backend."""
         return int(_native.window_layout(self.shape(backend)).bytes)
 
     @property

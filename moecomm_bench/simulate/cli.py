@@ -87,7 +87,7 @@ def predict(
     from moecomm_bench.simulate.table import show_predictions
     from moecomm_bench.table import console
 
-    name, shape, gate = _model((model, hidden, intermediate, topk, experts), grouped)
+    name, shape, gate = model_of((model, hidden, intermediate, topk, experts), grouped)
     asked = predicted.SimulatedCase(
         name,
         *shape,
@@ -108,9 +108,9 @@ def predict(
     )
     share = nic_efficiency or fitted_efficiency(parameters)
     nic = ModelNic(nic_gbs, nic_latency_us, nic_mega_messages, share)
-    result = predicted.predict(asked, Machine(_domain(parameters, nvlink_gbs), nic, chunk_tokens, num_sms))
+    result = predicted.predict(asked, Machine(domain_of(parameters, nvlink_gbs), nic, chunk_tokens, num_sms))
     show_predictions(result, console())
-    _keep(result, json)
+    keep(result, json)
     if plot is not None:
         from moecomm_bench import plot as pictures
 
@@ -141,9 +141,9 @@ def check(
     nic = ModelNic(nic_gbs, nic_latency_us, nic_mega_messages, nic_efficiency or 1.0)
     nic.check()
     fitted = None if nic_efficiency else content(parameters).get("nic")
-    found = compared(_kept() if results is None else results, _domain(parameters), nic, fitted)
+    found = compared(_kept() if results is None else results, domain_of(parameters), nic, fitted)
     show_check(found, console())
-    _keep({"benchmark": "simulate-check", **found}, json)
+    keep({"benchmark": "simulate-check", **found}, json)
 
 
 def _kept() -> list[Path]:
@@ -170,7 +170,7 @@ def fit(
     console().print(str(out), highlight=False)
 
 
-def _model(
+def model_of(
     sizes: tuple[str, int | None, int | None, int | None, int | None], grouped: bool
 ) -> tuple[str, tuple[int, int], DrawnGate]:
     """Return (name, (hidden, intermediate), gate); the name is "" if a given number differs from the model's."""
@@ -189,14 +189,14 @@ def _model(
     return name, (hidden, intermediate), DrawnGate(experts, topk, *groups)
 
 
-def _domain(parameters: Path | None, nvlink_gbs: float = 0.0) -> Domain:
+def domain_of(parameters: Path | None, nvlink_gbs: float = 0.0) -> Domain:
     from moecomm_bench.simulate.domain import load
 
     found = load(parameters)
     return found.with_nvlink(nvlink_gbs) if nvlink_gbs else found
 
 
-def _keep(result: dict[str, Any], json: Path | None) -> None:
+def keep(result: dict[str, Any], json: Path | None) -> None:
     if json is not None:
         from rich.console import Console
 

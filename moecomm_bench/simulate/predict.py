@@ -96,7 +96,7 @@ class SimulatedCase:
 
 
 def predict(asked: SimulatedCase, machine: Machine) -> dict[str, Any]:
-    """Return {benchmark, prediction, case, inputs, rows}; `_row` describes a row. Raises BadInput."""
+    """Return {benchmark, prediction, case, inputs, rows}; `row` describes a row. Raises BadInput."""
     asked.check()
     return {
         "benchmark": "simulate",
@@ -120,7 +120,7 @@ def _rows(asked: SimulatedCase, machine: Machine) -> Iterator[dict[str, Any]]:
     for domains in asked.domains:
         routed = asked.spread(domains)
         for tokens in asked.tokens:
-            yield _row(asked, machine, routed, tokens)
+            yield row(asked, machine, routed, tokens)
 
 
 def _most_direct(hidden: int) -> int:
@@ -142,11 +142,19 @@ def _cost(operation: Operation, asked: SimulatedCase, machine: Machine, routed: 
     return cost(operation, routed, tokens, rows, machine, algorithm=asked.algorithm, most_direct=most)
 
 
-def _row(asked: SimulatedCase, machine: Machine, routed: Spread, tokens: int) -> dict[str, Any]:
+def row(
+    asked: SimulatedCase,
+    machine: Machine,
+    routed: Spread,
+    tokens: int,
+    *,
+    slots: int | None = None,
+    expert_bytes: int | None = None,
+) -> dict[str, Any]:
     """Return one row: domains, ranks, gpus, tokens, expected ranks and domains of a token, dispatch, combine and layer.
 
     Dispatch and combine have the fields of `Cost` and `bound`; the layer has those of `Layer`. Times are in
-    microseconds.
+    microseconds. `slots` and `expert_bytes`: see `gemm_us`.
     """
     dispatch, combine = (_cost(operation, asked, machine, routed, tokens) for operation in asked.operations)
     experts_us = asked.gemm_us or gemm_us(
@@ -158,6 +166,8 @@ def _row(asked: SimulatedCase, machine: Machine, routed: Spread, tokens: int) ->
         asked.intermediate,
         tflops=asked.gemm_tflops or None,
         hbm_gbs=asked.hbm_gbs,
+        slots=slots,
+        expert_bytes=expert_bytes,
     )
     whole = layer(machine.domain, dispatch.us, combine.us, experts_us, asked.parts)
     return {
