@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moecomm.base.protocol import LAYOUTS, MAX_RANKS, MOST_SLOTS
+from moecomm.balance import MOST_SLOTS
+from moecomm.base.protocol import LAYOUTS, MAX_RANKS
 from moecomm.dispatch.reference import GROUP
 from moecomm.errors import BadInput
 from moecomm.ranks.settings import MAX_FLAT_ROWS
@@ -48,8 +49,8 @@ class PlannedCase:
 
     def check(self) -> None:
         """Raise BadInput if a value is out of range."""
-        if self.gate.experts >= MOST_SLOTS:
-            raise BadInput("experts", self.gate.experts, f"at most {MOST_SLOTS - 1}")
+        if self.gate.experts > MOST_SLOTS:
+            raise BadInput("experts", self.gate.experts, f"at most {MOST_SLOTS}")
         self.gate.check()
         if self.memory_gib <= 0:
             raise BadInput("memory", self.memory_gib, "GiB, more than 0")

@@ -68,7 +68,8 @@ def ways(case: PlannedCase, ranks: int) -> Iterator[Slots]:
         alike = tuple(_routed(ids, _itself, owners, experts, (domains, width)) for ids in later)
         yield Slots(share, 0, None, alike)
     load = torch.stack([torch.bincount(ids[ids >= 0].long(), minlength=experts) for ids, _ in halves])
-    for of_rank in (share + extra for extra in EXTRA if share + extra <= experts):
+    most = min(experts, balance.MOST_SLOTS // ranks)
+    for of_rank in (share + extra for extra in EXTRA if share + extra <= most):
         how: dict[str, Any] = {"ranks": ranks, "slots": of_rank * ranks, "nodes": domains, "policy": "spread"}
         made = balance.plan(load, **how, groups=case.gate.groups if domains > 1 and case.gate.groups > 1 else None)
         placements = [made.placement(layer) for layer in range(len(later))]

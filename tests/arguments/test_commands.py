@@ -118,6 +118,15 @@ TABLE: dict[str, dict[tuple[str, ...], tuple[str, ...]]] = {
         ("--parameters",): ("{folder}", "{plain}", "/none"),
         ("--json",): FILES,
     },
+    "plan --memory 80": {
+        ("--memory",): ("0", *REALS),
+        ("--tokens", "--topk", "--experts", "--hidden", "--intermediate", "--layers"): SIZES,
+        ("--ranks", "--domain-ranks"): ("3.5", *SIZES),
+        ("--us", "--nic-gbs"): REALS,
+        ("--model", "--format", "--layout"): NAMES,
+        ("--routing",): ROUTING,
+        ("--json", "--plot"): FILES,
+    },
     "record": {
         ("--layers",): SIZES,
         ("--max-tokens",): ("0", "-1", "1.5", HUGE[1], *WORDS),
