@@ -18,10 +18,8 @@ from ..fresh_python import run_python
 @pytest.mark.parametrize(
     ("words", "commands"),
     [
-        (
-            [],
-            ["demo", "doctor", "launch", "explain", "tune", "bench", "simulate", "plan", "trace", "record", "routing"],
-        ),
+        ([], ["demo", "doctor", "launch", "explain", "tune", "bench", "simulate", "plan", "trace", "record"]),
+        ([], ["routing", "top"]),
         (["bench"], ["dispatch-combine", "sweep", "latency", "all-to-all", "plot"]),
         (["simulate"], ["check", "fit"]),
         (["routing"], ["show", "join", "synthesize"]),
