@@ -121,7 +121,8 @@ def check(backend: Any, problem: Any, problems: list[Any]) -> None:
     found = backend.combine_transformed(problem, handle, transformed)
     want = expected(problems, backend.rank, backend.semantic_payload)
     error = (found.double() - want).abs() / want.abs().clamp(min=2e-2)
-    assert found.shape == problem.x.shape and float(error.max() if error.numel() else 0) < 8 * 2.0**-8
+    most = 8 if backend.receive_layout == "token-rank" else 2  # of the 8 that the benchmark allows
+    assert found.shape == problem.x.shape and float(error.max()) < most * 2.0**-8
 
 
 def pairs(backend: Any, problem: Any) -> None:
