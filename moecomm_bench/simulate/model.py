@@ -155,9 +155,8 @@ def cost(
 def fan_out(operation: Operation, spread: Spread, tokens: int, rows: Rows, blocks: int) -> DomainLoad:
     """Return the load of the busiest rank inside a domain in HT, which forwards tokens of all domains."""
     domains, ranks = spread.by_domain.shape
-    topk = round(float(spread.entries.sum()))
     everywhere = tokens * domains
-    in_packets = domains == 1 and carries(operation, rows.row_bytes, tokens, topk, ranks)
+    in_packets = domains == 1 and carries(operation, rows.row_bytes, tokens, spread.topk, ranks)
     return _load(operation, spread, spread.by_domain, (everywhere, tokens), rows, blocks, in_packets)
 
 
@@ -171,7 +170,7 @@ def _load(
     in_packets: bool,
 ) -> DomainLoad:
     """Return a load. `wanted` [D, L] are rows of a token by rank; `tokens` go through a rank, and are of a rank."""
-    cut = packets_of(operation, rows.row_bytes, round(float(spread.entries.sum()))) if in_packets else None
+    cut = packets_of(operation, rows.row_bytes, spread.topk) if in_packets else None
     passing, own = tokens
     handled = max(float(wanted.sum(axis=1).max()), float((wanted.shape[1] * wanted).max()))
     return DomainLoad(

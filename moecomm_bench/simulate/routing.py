@@ -70,6 +70,11 @@ class Spread:
         return self.ranks.reshape(len(self.domains), -1)
 
     @property
+    def topk(self) -> int:
+        """The experts of a token, rounded; at least 1, where most entries of a recording are -1."""
+        return max(1, round(float(self.entries.sum())))
+
+    @property
     def single(self) -> float:
         """The fraction of (token, rank) pairs in which the token wants one expert of the rank."""
         return float(self.once.sum() / self.ranks.sum())

@@ -16,7 +16,9 @@ from moecomm.router import Router, random_routing
 from moecomm.routing import Recorded, synthesize
 from moecomm_bench.case import RoundsCase
 from moecomm_bench.simulate import routing
-from moecomm_bench.simulate.model import Operation
+from moecomm_bench.simulate.domain import load
+from moecomm_bench.simulate.model import Machine, Operation, Rows, cost
+from moecomm_bench.simulate.nic import ModelNic
 from moecomm_bench.simulate.routing import DrawnGate, owned, recorded_spread, spread, wanted
 from moecomm_bench.simulate.rows import bytes_of
 
@@ -55,6 +57,15 @@ def test_with_groups_nearly_as_the_router(
     for closed, parts in ((found.ranks, domains * ranks), (found.domains, domains)):
         drawn = float(distinct(topk_idx, experts, parts).sum())
         assert float(closed.sum()) == pytest.approx(drawn, rel=0.015)
+
+
+def test_a_recording_whose_entries_are_mostly_none_is_predicted() -> None:
+    ids = torch.full((8, 2), -1, dtype=torch.int16)
+    ids[0, 0] = 3
+    found = recorded_spread(Recorded(4, 2, ("0",), torch.tensor([[0, 0, 8]], dtype=torch.int32), ids), 1, 2)
+    assert found.entries.tolist() == [0, 0.125] and found.topk == 1
+    machine, rows = Machine(load(), ModelNic()), Rows(128, headers=True)
+    assert cost(Operation("dispatch", "flat"), found, 16, rows, machine).us > 0
 
 
 @pytest.mark.parametrize(("experts", "topk", "ranks"), [(256, 8, 4), (64, 8, 16), (16, 4, 8)])
