@@ -124,7 +124,7 @@ def _candidate(case: PlannedCase, ranks: int, slots: Slots, name: str, layout: s
     weights = case.layers * slots.of_rank * weight
     layer_us, memory = statistics.mean(us), (weights + room.nbytes) / GIB
     domains = case.domains(ranks)[0]
-    fitted = domains == 1 and min(machine.domain.ranks) <= ranks <= max(machine.domain.ranks)
+    fitted = domains == 1 and ranks in machine.domain.ranks
     errors = {operation.what: worst_error(operation) for operation in asked.operations} if fitted else {}
     at_worst = sum(rounds[what] * error / (1 - error) for what, error in errors.items())
     return {

@@ -202,9 +202,9 @@ def test_a_slot_more_is_read_only_if_tokens_want_it(tmp_path: Path) -> None:
 
 
 def test_times_at_worst_have_the_largest_errors_of_the_fit() -> None:
-    result = plan(replace(GPT, formats=["bf16"]), MACHINE)
+    result = plan(replace(GPT, formats=["bf16"], ranks=[1, 2, 4, 6, 8, 16]), MACHINE)
     for row in result["rows"]:
-        if row["gpus"] > 8:  # two domains: no such error is known
+        if row["gpus"] not in (2, 4, 8):  # a number that was not measured, or two domains: no such error is known
             assert row["at_worst_us"] is None
             continue
         worst = {what: worst_error(Operation(what, "expert", "bf16 wire" * (what == "combine"))) for what in _ROUNDS}
