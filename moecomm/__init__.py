@@ -16,6 +16,7 @@ from moecomm.errors import (
     Closed,
     ConcurrentCall,
     CorruptRow,
+    CorruptWeights,
     Excluded,
     MemoryReleased,
     Mismatch,
@@ -31,6 +32,7 @@ from moecomm.membership.meeting import Shrunk
 from moecomm.observe.tracing import trace
 from moecomm.ranks.rendezvous import local_ranks
 from moecomm.routed import Handle, Routed
+from moecomm.transfer import WeightTransfer
 from moecomm.weights import ExpertWeights
 from moecomm.window import Window
 
@@ -51,6 +53,7 @@ __all__ = [
     "Closed",
     "ConcurrentCall",
     "CorruptRow",
+    "CorruptWeights",
     "Excluded",
     "ExpertWeights",
     "Handle",
@@ -66,6 +69,7 @@ __all__ = [
     "Timeout",
     "TooManyRows",
     "Unsupported",
+    "WeightTransfer",
     "Window",
     "doctor",
     "include_dir",

@@ -144,6 +144,25 @@ class CorruptRow(MoecommError):
         self.token_rank, self.token, self.path = token_rank, token, path
 
 
+class CorruptWeights(MoecommError):
+    """A tensor of an expert is not what its rank sent, as the receiver's hash shows: see WeightTransfer.stage.
+
+    Raised on every rank.  No rank has other weights than before, and stage() can be called again.
+
+    Attributes:
+        expert, name: of the tensor.
+        source: the rank that sent it.
+        destination: the rank at which it arrived.
+    """
+
+    def __init__(self, *, expert: int, name: str, source: int, destination: int) -> None:
+        super().__init__(
+            f"tensor {name!r} of expert {expert} is not what rank {source} sent to rank {destination}; the weights in "
+            "use are as before"
+        )
+        self.expert, self.name, self.source, self.destination = expert, name, source, destination
+
+
 class Excluded(MoecommError):
     """The other ranks have gone on without this one, which was late or was taken for lost.  The Buffer can be closed.
 

@@ -6,6 +6,7 @@ a rank writes, all ranks come to a barrier of the Window, others read, and anoth
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from typing import Any
 
 import torch
 
+from moecomm.errors import Mismatch
+from moecomm.ranks.opening import Opening
 from moecomm.rounds.rounds import Rounds
 from moecomm.window import Window
 
@@ -82,3 +85,25 @@ class Exchange:
         """Give the memory back.  Tensors that are still referenced stay valid."""
         self._of_ranks.clear()
         self.window.close()
+
+
+def shown(kinds: Mapping[str, Kind]) -> dict[str, str]:
+    """Return texts of tensors that ranks must pass alike, by argument."""
+    return {
+        "shapes": ", ".join(f"{name} {list(shape)}" for name, (shape, _) in kinds.items()),
+        "dtype": ", ".join(f"{name} {dtype}" for name, (_, dtype) in kinds.items()),
+    }
+
+
+def compare(ranks: Opening, mine: Mapping[str, str]) -> None:
+    """Compare texts of all ranks, by argument, and end the agreement.  Collective.
+
+    Raises:
+        Mismatch: on every rank, with the first argument in which ranks differ.
+        As Opening.settle().
+    """
+    for rank, record in enumerate(ranks.all_gather(json.dumps(mine).encode())):
+        for name, theirs in json.loads(record).items():
+            if theirs != mine[name]:
+                raise Mismatch(name, mine[name], theirs, rank)
+    ranks.settle()

@@ -8,7 +8,6 @@ copies of all ranks.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from itertools import chain
@@ -19,13 +18,13 @@ import torch
 from moecomm.base import placement as placements
 from moecomm.base.placement import NONE, Placement, Table
 from moecomm.base.validation import check_dtype, check_real, check_shape
-from moecomm.errors import BadInput, Mismatch
+from moecomm.errors import BadInput
 from moecomm.gpu import plain_kernel
 from moecomm.membership.placing import set_placement
 from moecomm.membership.suspension import refuse_capture
 from moecomm.ranks.opening import opening
 from moecomm.rounds.rounds import Rounds
-from moecomm.weights.exchange import Exchange, Kind
+from moecomm.weights.exchange import Exchange, Kind, compare, shown
 from moecomm.window.pace import PAUSE, Pace
 
 _RATES = 1e-3, 1e6  # GB/s
@@ -84,7 +83,10 @@ class ExpertWeights:
             kind: Any = dtype.get(name) if isinstance(dtype, Mapping) else dtype
             check_dtype("dtype", kind, _DTYPES)
             kinds[name] = check_shape("shapes", shape), kind
-        _agree(rounds, kinds)
+        members = rounds.members
+        how: dict[str, Any] = {"of": "ExpertWeights", "note": "ExpertWeights()"}
+        with opening(members.group, members.timeout_s, **how) as ranks:
+            compare(ranks, shown(kinds))  # copies find tensors by place
         slots = rounds.placement.slots
         try:
             self._exchange = Exchange(rounds, slots, kinds)
@@ -197,22 +199,6 @@ class ExpertWeights:
                     to[slot].copy_(origin[source])
                 else:
                     pace.copy(to[slot], origin[source])
-
-
-def _agree(rounds: Rounds, kinds: Mapping[str, Kind]) -> None:
-    """Compare the tensors of all ranks, whose copies find them by place.  Collective."""
-    mine = {
-        "shapes": ", ".join(f"{name} {list(shape)}" for name, (shape, _) in kinds.items()),
-        "dtype": ", ".join(f"{name} {dtype}" for name, (_, dtype) in kinds.items()),
-    }
-    members = rounds.members
-    how: dict[str, Any] = {"of": "ExpertWeights", "note": "ExpertWeights()"}
-    with opening(members.group, members.timeout_s, **how) as ranks:
-        for rank, record in enumerate(ranks.all_gather(json.dumps(mine).encode())):
-            for name, theirs in json.loads(record).items():
-                if theirs != mine[name]:
-                    raise Mismatch(name, mine[name], theirs, rank)
-        ranks.settle()
 
 
 def _copies(rounds: Rounds, before: Placement, after: Placement) -> list[tuple[int, int, int]]:

@@ -1,0 +1,143 @@
+"""Casts of one expert's weights on their way, by the specification of moecomm.formats, and the tensors that arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from moecomm.base import formats
+from moecomm.base.protocol import DTYPES
+from moecomm.base.validation import check_dtype, check_name, check_shape
+from moecomm.dispatch.reference import GROUP
+from moecomm.errors import BadInput
+from moecomm.fused.channels import quantize_channels
+from moecomm.fused.fp8 import quantize_weights
+from moecomm.weights.exchange import shown
+
+CASTS = ("fp8", "fp8_token", "int8_token", "int8_group", "mxfp8", "nvfp4", "mxfp4")
+_FLOATS = (*DTYPES, torch.float64)
+_DTYPES = (
+    *_FLOATS,
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu),
+)
+_LEAST_AMAX = 1e-30  # so that the factor of NVFP4 weights, and its reciprocal, are normal numbers
+_NVFP4_RANGE = 2688.0  # the largest value, 6, times the largest scale, 448
+
+Cast = str | torch.dtype | None
+Part = tuple[tuple[int, ...], torch.dtype]
+
+
+class Kind(NamedTuple):
+    """One tensor of an expert.
+
+    Attributes:
+        shape, dtype: at its source.
+        cast: name of a format, a dtype, or None.
+        parts: shape and dtype of the tensors that arrive: values; of formats then scales; of NVFP4 then a factor.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    cast: Cast
+    parts: tuple[Part, ...]
+
+    def apply(self, weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Cast the tensor of one expert to its parts."""
+        name = self.cast
+        if name is None or isinstance(name, torch.dtype):
+            return (weights.to(self.parts[0][1]),)
+        if name == "fp8":
+            return tuple(quantize_weights(weights))
+        if name in ("fp8_token", "int8_token"):
+            return tuple(quantize_channels(weights, self.parts[0][1]))
+        rows = weights.reshape(-1, weights.shape[-1])
+        factor: tuple[torch.Tensor, ...] = ()
+        how: dict[str, Any] = {}
+        if name == "nvfp4":
+            amax = rows.abs().amax().float().clamp(_LEAST_AMAX, torch.finfo(torch.float32).max)
+            how["global_scale"] = (torch.full_like(amax, _NVFP4_RANGE) / amax).reshape(1)
+            factor = (how["global_scale"].reciprocal(),)
+        values, scales = formats.quantize(rows, name, **how)
+        assert scales is not None
+        return values, scales, *factor
+
+
+def kinds_of(shapes: Any, dtype: Any, cast: Any) -> dict[str, Kind]:
+    """Return the tensors of an expert by name.  See WeightTransfer for the arguments.
+
+    Raises:
+        BadInput: names the argument.
+    """
+    if not isinstance(shapes, Mapping) or not shapes or not all(isinstance(name, str) for name in shapes):
+        raise BadInput("shapes", repr(shapes), "shapes by name")
+    for argument, given in (("dtype", dtype), ("cast", cast)):
+        if isinstance(given, Mapping) and (unknown := set(given).difference(shapes)):
+            raise BadInput(argument, f"a tensor {min(map(repr, unknown))}", " or ".join(map(repr, shapes)))
+    found = {}
+    for name, shape in shapes.items():
+        kind: Any = dtype.get(name) if isinstance(dtype, Mapping) else dtype
+        to: Any = cast.get(name) if isinstance(cast, Mapping) else cast
+        check_dtype("dtype", kind, _DTYPES)
+        sizes = check_shape("shapes", shape)
+        found[name] = Kind(sizes, kind, to, _parts(sizes, kind, to))
+    return found
+
+
+def _parts(shape: tuple[int, ...], dtype: torch.dtype, cast: Any) -> tuple[Part, ...]:
+    if cast is None:
+        return ((shape, dtype),)
+    if isinstance(cast, torch.dtype):
+        check_dtype("cast", cast, _FLOATS)
+        check_dtype("dtype", dtype, _FLOATS)
+        return ((shape, cast),)
+    check_name("cast", cast, CASTS)
+    check_dtype("dtype", dtype, DTYPES)
+    if len(shape) < 2 or 0 in shape:
+        raise BadInput("shapes", shape, f"[..., N, K] with cast={cast!r}")
+    (*more, rows, columns), fmt = shape, formats.FORMATS[cast]
+    if columns * fmt.bits % 8:
+        raise BadInput("shapes", shape, f"an even number of columns with cast={cast!r}")
+    values = ((*more, rows, fmt.value_columns(columns)), fmt.values)
+    if cast == "fp8":
+        return values, ((*more, -(-rows // GROUP), -(-columns // GROUP)), torch.float32)
+    assert fmt.scales is not None
+    if fmt.group == "row":
+        return values, ((*more, rows), fmt.scales)
+    scales = ((*more, rows, fmt.scale_columns(columns)), fmt.scales)
+    return (values, scales, ((), torch.float32)) if cast == "nvfp4" else (values, scales)
+
+
+def described(kinds: Mapping[str, Kind]) -> dict[str, str]:
+    """Return texts of what ranks must pass alike, by argument."""
+    same = shown({name: (kind.shape, kind.dtype) for name, kind in kinds.items()})
+    return {**same, "cast": ", ".join(f"{name} {kind.cast}" for name, kind in kinds.items())}
+
+
+def checked(
+    argument: str, given: Any, wanted: Mapping[str, Sequence[Part]], rows: int, device: torch.device
+) -> dict[str, list[torch.Tensor]]:
+    """Return the tensors of a rank, each `[rows or more, *shape]`, as lists of the parts of each name.
+
+    Raises:
+        BadInput: other names, or tensors of other shapes or dtypes, or on another device.
+    """
+    if not isinstance(given, Mapping) or set(given) != set(wanted):
+        got = sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__
+        raise BadInput(argument, got, f"tensors by name: {', '.join(wanted)}")
+    found: dict[str, list[torch.Tensor]] = {}
+    for name, parts in wanted.items():
+        tensors = given[name] if isinstance(given[name], tuple) else (given[name],)
+        if len(tensors) != len(parts):
+            raise BadInput(argument, f"{name}: {len(tensors)} tensors", f"a tuple of {len(parts)}")
+        for tensor, (shape, dtype) in zip(tensors, parts, strict=True):
+            want = f"{name}: {dtype} {[rows, *shape]}, or more rows, on {device}"
+            if not isinstance(tensor, torch.Tensor):
+                raise BadInput(argument, f"{name}: {type(tensor).__name__}", want)
+            fits = tensor.ndim > 0 and len(tensor) >= rows and tensor.shape[1:] == shape
+            if not fits or tensor.dtype is not dtype or tensor.device != device:
+                raise BadInput(argument, f"{name}: {tensor.dtype} {list(tensor.shape)} on {tensor.device}", want)
+        found[name] = [tensor.detach() for tensor in tensors]
+    return found

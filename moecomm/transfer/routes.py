@@ -1,0 +1,78 @@
+"""Routes of a transfer: which rank casts which experts, which rank reads them there, and where they lie in a Window.
+
+All ranks compute the same routes from both placements, so none of them asks another for an address.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from moecomm.base.placement import NONE, Placement
+from moecomm.errors import BadInput
+
+
+@dataclass
+class Route:
+    """What one rank does.
+
+    Attributes:
+        places: number of each expert's record in the memory of this rank: those that it receives, then those that it
+            only sends.
+        casts: experts that this rank writes, and its row of each.
+        reads: the rank from which each expert comes that this rank receives; this rank, if it has the expert.
+        slots: of this rank that an expert goes to, by expert.
+    """
+
+    places: dict[int, int] = field(default_factory=dict)
+    casts: dict[int, int] = field(default_factory=dict)
+    reads: dict[int, int] = field(default_factory=dict)
+    slots: dict[int, list[int]] = field(default_factory=dict)
+
+
+def routes_of(source: Placement, target: Placement) -> list[Route]:
+    """Return the route of each rank.
+
+    A rank that has an expert keeps it.  All others read an expert from one rank, which casts it for all of them: of the
+    ranks that have it, one that casts it for itself anyway, else the one with the fewest experts to send so far.
+
+    Raises:
+        BadInput: `target` wants an expert that `source` has on no rank.
+    """
+    held = [_first_rows(row) for row in source.held]
+    found = [Route(slots=_slots(row)) for row in target.held]
+    readers: dict[int, list[int]] = {}
+    for rank, route in enumerate(found):
+        route.places = {expert: place for place, expert in enumerate(route.slots)}
+        for expert in route.slots:
+            if expert in held[rank]:
+                route.casts[expert] = held[rank][expert]
+                route.reads[expert] = rank
+            else:
+                readers.setdefault(expert, []).append(rank)
+    sends = Counter[int]()
+    for expert, ranks in sorted(readers.items()):
+        holders = [rank for rank, rows in enumerate(held) if expert in rows]
+        if not holders:
+            raise BadInput("source", f"no slot for expert {expert}", "one for each expert of target")
+        sender = min(holders, key=lambda rank: (expert not in found[rank].casts, sends[rank], rank))
+        sends[sender] += 1
+        route = found[sender]
+        route.casts[expert] = held[sender][expert]
+        route.places.setdefault(expert, len(route.places))
+        for rank in ranks:
+            found[rank].reads[expert] = sender
+    return found
+
+
+def _first_rows(row: tuple[int, ...]) -> dict[int, int]:
+    """Return the first slot of each expert that a rank holds."""
+    return {expert: slot for slot, expert in reversed(list(enumerate(row))) if expert != NONE}
+
+
+def _slots(row: tuple[int, ...]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for slot, expert in enumerate(row):
+        if expert != NONE:
+            found.setdefault(expert, []).append(slot)
+    return found

@@ -1,0 +1,394 @@
+"""WeightTransfer: stage() brings weights to the ranks that want them, commit() lets all of these ranks switch at once.
+
+Bytes go through a Window.  Ranks agree on each step as they agree on opening a Buffer: a step ends in success on all
+ranks, or in a named error on all.  A receiver has a second set of weights, in its memory of the Window; no step before
+the last one writes those in use.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from moecomm.base.bound import Bound
+from moecomm.base.choices import BackendName
+from moecomm.base.placement import NONE, Placement
+from moecomm.errors import (
+    Aborted,
+    BadInput,
+    Closed,
+    ConcurrentCall,
+    CorruptWeights,
+    Mismatch,
+    PeerLost,
+    RoundFailed,
+)
+from moecomm.membership.meeting import Survivors
+from moecomm.ranks.board import StoreBoard
+from moecomm.ranks.group import Group
+from moecomm.ranks.opening import opening
+from moecomm.ranks.rendezvous import rendezvous
+from moecomm.ranks.settings import seconds
+from moecomm.transfer.casts import Cast, checked, described, kinds_of
+from moecomm.transfer.records import Records
+from moecomm.transfer.routes import routes_of
+from moecomm.weights.exchange import compare
+from moecomm.window import Window
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_WORD = 8  # bytes of a number that ranks compare
+
+
+class WeightTransfer(Bound):
+    """Move the weights of all experts from the ranks that train them to the ranks that serve them.
+
+    One group holds both: some of its ranks have experts of `source`, some have slots of `target`, and a rank may have
+    both.  stage() casts the weights, copies them to every rank that wants them and verifies them there, while that rank
+    goes on with its old ones.  commit() then lets all receivers switch at one step:
+
+        transfer = WeightTransfer(group, {"w13": (2 * I, H), "w2": (H, I)}, source=source, target=target, cast="fp8")
+        transfer.stage({"w13": w13, "w2": w2})  # a trainer; a rank without experts of source: stage()
+        transfer.commit({"w13": (data, scales), "w2": (data, scales)})  # a rank with slots of target, between two steps
+
+    Opening is collective, and so is stage().  commit() is one of the receivers; on other ranks it does nothing.  A call
+    that fails leaves the weights in use as they were on all ranks, and can be made again.
+
+    Ranks read from each other only experts that they do not have.  Each is cast once for all of these readers, by one
+    rank; a rank that keeps an expert casts its own.
+
+    Args:
+        group: as of a moecomm.Buffer; ranks_over() makes one of separate jobs.
+        shapes: of an expert's tensors, by name.
+        source: which rank has which experts: row s of its tensors is that of its slot s.  Of all ranks of the group;
+            those that train nothing have no experts.
+        target: likewise, of the ranks that serve.  An expert may be in several slots.
+        dtype: of the tensors of `source`, for all of them or by name.
+        cast: what travels and arrives.  None: the tensors as they are.  A dtype: rounded to it.  "fp8": e4m3 in blocks
+            of 128 x 128, as fused.quantize_weights.  "fp8_token" and "int8_token": a scale for each channel, as
+            fused.quantize_channels.  "int8_group", "mxfp8" and "mxfp4": rows of moecomm.formats.  "nvfp4": the same,
+            with a factor for each matrix, 1 / (2688 / amax).  For all tensors, or by name.
+        backend, device: see Window.
+        timeout_s: how long a call waits for a rank.
+
+    Attributes:
+        rank: this rank's number in the group.
+        num_ranks: ranks of the group.
+
+    Raises:
+        BadInput: an argument that can't be used, here or on the rank that it names.
+        Mismatch: ranks passed different values; names the field.
+        Unsupported: GPUs of several domains, or CPU ranks of several hosts, which a Window does not connect.
+        Timeout, PeerLost, Aborted: a rank did not come, has ended, or was interrupted.  No rank has opened then.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        shapes: Mapping[str, Sequence[int]],
+        *,
+        source: Placement,
+        target: Placement,
+        dtype: torch.dtype | Mapping[str, torch.dtype] = torch.bfloat16,
+        cast: Cast | Mapping[str, Cast] = None,
+        backend: BackendName = "auto",
+        device: torch.device | str | int | None = None,
+        timeout_s: float = 30.0,
+    ) -> None:
+        ranks = rendezvous(group)
+        with opening(ranks, timeout_s, of="WeightTransfer", note="WeightTransfer()") as agreement:
+            for argument, given in (("source", source), ("target", target)):
+                if not isinstance(given, Placement) or given.ranks != ranks.ranks:
+                    raise BadInput(argument, repr(given), f"a moecomm.Placement of {ranks.ranks} ranks")
+            self._kinds = kinds_of(shapes, dtype, cast)
+            if target.num_experts > source.num_experts:
+                raise BadInput("target", repr(target), f"a Placement of {source.num_experts} experts, as source")
+            self._routes = routes_of(source, target)
+            compare(agreement, {**described(self._kinds), "source": _shown(source), "target": _shown(target)})
+        self.rank, self.num_ranks, self._timeout_s = ranks.rank, ranks.ranks, seconds(timeout_s)
+        self._route = self._routes[ranks.rank]
+        self._rows = _rows(source.held[ranks.rank]), _rows(target.held[ranks.rank])
+        self._records = Records(self._kinds)
+        # Behind the records of a rank, each other rank says that it has closed.
+        self._flags = self._records.nbytes * max(len(route.places) for route in self._routes)
+        about: dict[str, Any] = {"backend": backend, "device": device, "timeout_s": timeout_s, "signals": 1}
+        try:
+            self._window = Window(ranks, self._flags + ranks.ranks, **about)
+        except BadInput as error:
+            if error.argument != "nbytes":
+                raise
+            want = f"experts whose tensors fit twice: {error.want}"
+            raise BadInput("shapes", f"{error.got} bytes on each rank", want, error.rank) from None
+        self._memory: dict[int, torch.Tensor] = {}
+        receivers = [rank for rank, route in enumerate(self._routes) if route.slots]
+        name = f"transfer/{agreement.number}"
+        self._all = self._part(ranks, range(ranks.ranks), f"{name}/stage/")
+        self._receivers = self._part(ranks, receivers, f"{name}/commit/") if self._route.slots else None
+        self._members = {"stage": list(range(ranks.ranks)), "commit": receivers}
+        self._of = f"WeightTransfer {agreement.number} of the group"
+        self._staged = self._commits = 0  # number of the stage() that commit() takes; how many have been taken
+        self._call = threading.Lock()
+        self._caller: int | None = None  # thread of the call under way
+        self._closing = self._closed = False
+
+    def stage(self, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Bring the weights of all experts to the ranks that want them, beside those that these have.  Collective.
+
+        Returns when all ranks have theirs, verified; tensors may change then.  A call before commit() takes the place
+        of the one before.
+
+        Args:
+            tensors: of this rank's experts, by name, each `[slots of source, *shape]` or longer; None on a rank that
+                has none.
+
+        Raises:
+            BadInput: tensors that do not fit, here or on another rank.
+            CorruptWeights: a tensor is not what its sender has hashed.
+            Mismatch: receivers have made different numbers of commits, as an interrupt in one leaves them.
+            Timeout, PeerLost, Aborted: a rank did not come, has ended or closed its own, or was interrupted.
+            ConcurrentCall: another thread is in a call.
+            Closed: after close().
+        """
+        with self._one_call(), self._agreement("stage", self._all) as ranks:
+            given = self._given("tensors", tensors, self._rows[0], arriving=False)
+            self._staged = 0
+            self._compare_commits(ranks.all_gather(_packed(self._commits if self._route.slots else -1)))
+            for expert, row in self._route.casts.items():
+                parts = (kind.apply(given[name][0][row]) for name, kind in self._kinds.items())
+                self._records.write(self._record(self.rank, expert), list(chain.from_iterable(parts)), ranks.number + 1)
+            self._synchronize()
+            ranks.all_gather(b"")  # all have written
+            self._read(ranks.number + 1)
+            ranks.settle()
+            number = ranks.number + 1
+        self._staged = number
+
+    def commit(self, into: Mapping[str, torch.Tensor | tuple[torch.Tensor, ...]] | None = None) -> None:
+        """Write the weights of the last stage() over those in use, on all receivers or on none.  Collective among them.
+
+        Each rank writes when all have come, so a call between two steps is the same step on all.  Captured graphs go on
+        with the same addresses.  GPUs: on the current stream; the call waits for it.
+
+        Args:
+            into: tensors of this rank's slots, by name: `[slots of target, *shape]` or longer.  Where cast to a format:
+                a tuple of values and scales, and of NVFP4 factors.  Empty slots stay as they are.  None on a rank
+                without slots.
+
+        Raises:
+            BadInput: tensors that do not fit, or nothing is staged, here or on another rank.
+            Mismatch: ranks have staged different weights.
+            Timeout, PeerLost, Aborted: as stage(), of receivers alone; ranks are numbered among receivers.
+            ConcurrentCall, Closed: as stage().
+        """
+        if self._receivers is None:
+            with self._one_call():
+                self._given("into", into, 0, arriving=True)
+            return
+        decided, slots = False, dict[str, list[torch.Tensor]]()
+        with self._one_call():
+            try:
+                with self._agreement("commit", self._receivers) as ranks:
+                    slots = self._given("into", into, self._rows[1], arriving=True)
+                    if not self._staged:
+                        raise BadInput("commit", "nothing to commit", "stage() first")
+                    for rank, theirs in enumerate(map(_unpacked, ranks.all_gather(_packed(self._staged)))):
+                        if theirs != self._staged:
+                            raise Mismatch("staged", self._staged, theirs, rank)
+                    ranks.settle()
+                    decided = True
+                self._switch(slots)
+            except BaseException:
+                if decided:  # all others switch: so does this rank, whatever has interrupted it
+                    self._switch(slots)
+                raise
+
+    def close(self) -> None:
+        """Give the memory back, and end waits of other ranks for this one.  Local and idempotent.
+
+        A call of another thread is aborted and awaited; one that a signal handler has interrupted closes at its end.
+        """
+        if self._closed:
+            return
+        self._closing = True
+        if self._caller == threading.get_ident():
+            return
+        with self._call:
+            self._end()
+
+    @property
+    def staged(self) -> bool:
+        """True if commit() has weights to take."""
+        return self._staged > 0
+
+    @property
+    def closed(self) -> bool:
+        """True once close() has been called."""
+        return self._closing
+
+    def __enter__(self) -> WeightTransfer:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        if "_closed" not in vars(self):  # the last attribute that the constructor sets
+            return "<moecomm.WeightTransfer, not open yet>"
+        state = "closed" if self._closing else "staged" if self._staged else "open"
+        return f"<moecomm.WeightTransfer {state}, rank {self.rank} of {self.num_ranks}, {', '.join(self._kinds)}>"
+
+    def _part(self, ranks: Group, members: Sequence[int], prefix: str) -> Survivors:
+        """Return some ranks as a Group whose agreements are counted apart from all others."""
+        number = list(members).index(ranks.rank)
+        return Survivors(number, len(members), ranks.in_process, ranks.board, prefix, self._timeout_s)
+
+    @contextmanager
+    def _one_call(self) -> Iterator[None]:
+        if not self._call.acquire(blocking=False):
+            raise Closed("WeightTransfer") if self._closing else ConcurrentCall("WeightTransfer")
+        try:
+            if self._closing or self._window.closed:  # the second in a forked child
+                raise Closed("WeightTransfer")
+            self._caller = threading.get_ident()
+            yield
+        finally:
+            self._caller = None
+            if self._closing:
+                self._end()
+            self._call.release()
+
+    def _agreement(self, call: str, ranks: Group) -> Any:
+        stopped = partial(self._stopped, call)
+        return opening(ranks, self._timeout_s, call, self._of, stopped, note=f"{call}()")
+
+    def _stopped(self, call: str) -> RoundFailed | None:
+        """Return the error that ends waits of this rank."""
+        members = self._members[call]
+        mine = members.index(self.rank)
+
+        def error(kind: type[RoundFailed], rank: int, text: str) -> RoundFailed:
+            return kind(text, rank=mine, peer=members.index(rank), phase="agreement", op=call, round=0)
+
+        if self._closing:
+            return error(Aborted, self.rank, f"rank {mine} has closed its WeightTransfer during {call}()")
+        try:
+            self._window.raise_failure()
+        except RoundFailed as failure:
+            if isinstance(failure, PeerLost) and failure.peer in members:
+                lost = members.index(failure.peer)
+                return error(PeerLost, failure.peer, f"rank {lost} is gone: its process has ended during {call}()")
+        left = self._bytes_of(self.rank)[self._flags :].tolist()
+        for number, rank in enumerate(members):
+            if left[rank]:
+                return error(PeerLost, rank, f"rank {number} is gone: it has closed its WeightTransfer")
+        return None
+
+    def _given(self, argument: str, given: Any, rows: int, *, arriving: bool) -> dict[str, list[torch.Tensor]]:
+        """Return the tensors that a caller passed.  Raises BadInput."""
+        if rows == 0:
+            if given is not None:
+                raise BadInput(argument, "tensors", "None on a rank without experts there")
+            return {}
+        sides = {name: kind.parts if arriving else [(kind.shape, kind.dtype)] for name, kind in self._kinds.items()}
+        return checked(argument, given, sides, rows, self._window.device)
+
+    def _compare_commits(self, everybody: list[bytes]) -> None:
+        for rank, theirs in enumerate(map(_unpacked, everybody)):
+            if self._route.slots and theirs not in (-1, self._commits):
+                raise Mismatch("commits", self._commits, theirs, rank)
+
+    def _bytes_of(self, rank: int) -> torch.Tensor:
+        if rank not in self._memory:
+            with torch.inference_mode(False):  # else it could be written in that mode alone
+                self._memory[rank] = self._window.peer(rank)
+        return self._memory[rank]
+
+    def _record(self, rank: int, expert: int) -> torch.Tensor:
+        begin = self._routes[rank].places[expert] * self._records.nbytes
+        return self._bytes_of(rank)[begin : begin + self._records.nbytes]
+
+    def _read(self, number: int) -> None:
+        """Copy the experts that this rank receives, and compare their hashes.  Raises CorruptWeights."""
+        reads = list(self._route.reads.items())
+        hashes = []
+        for expert, rank in reads:
+            record = self._record(self.rank, expert)
+            if rank != self.rank:
+                record.copy_(self._record(rank, expert))
+            hashes.append(self._records.hashes(record))
+        found = torch.stack(hashes).tolist() if hashes else []
+        for (expert, rank), pair in zip(reads, found, strict=True):
+            if (name := self._records.differs(pair, number)) is not None:
+                raise CorruptWeights(expert=expert, name=name, source=rank, destination=self.rank)
+
+    def _switch(self, slots: Mapping[str, list[torch.Tensor]]) -> None:
+        """Write what is staged to the slots of this rank.  Can be repeated until it has ended."""
+        if not self._staged:
+            return
+        tensors = list(chain.from_iterable(slots.values()))
+        with torch.no_grad():
+            for expert, places in self._route.slots.items():
+                parts = self._records.parts(self._record(self.rank, expert))
+                for to, part in zip(tensors, parts, strict=True):
+                    for slot in places:
+                        to[slot].copy_(part)
+        self._synchronize()
+        self._commits += 1
+        self._staged = 0
+
+    def _synchronize(self) -> None:
+        if self._window.device.type == "cuda":
+            torch.cuda.current_stream(self._window.device).synchronize()
+
+    def _end(self) -> None:
+        """Tell the others, and let go of the memory."""
+        if self._closed:
+            return
+        if not self._window.closed:
+            for rank in range(self.num_ranks):
+                if rank != self.rank:
+                    self._bytes_of(rank)[self._flags + self.rank] = 1
+            self._synchronize()
+        self._memory.clear()
+        self._window.close()
+        self._closed = True
+
+
+def ranks_over(store: Store, rank: int, ranks: int, *, timeout_s: float = 30.0) -> Group:
+    """Return the group of ranks that share a store of torch, such as a TCPStore.
+
+    The ranks may be of separate jobs, each with process groups of its own.  A store has one such group, or
+    torch.distributed.PrefixStore makes several of it.
+
+    Args:
+        store: reached by all of them.
+        rank: this one, 0 to ranks - 1.
+        ranks: their number.
+        timeout_s: of exchanges over the store itself.
+    """
+    make: Callable[[str], StoreBoard] = lambda prefix: StoreBoard(store, f"moecomm/{prefix}")  # noqa: E731
+    return Survivors(rank, ranks, False, make, "", seconds(timeout_s))
+
+
+def _rows(held: Sequence[int]) -> int:
+    """Return the rows that tensors of a rank have at least: up to its last slot with an expert."""
+    return max((slot + 1 for slot, expert in enumerate(held) if expert != NONE), default=0)
+
+
+def _shown(placement: Placement) -> str:
+    return f"{placement} with the digest {placement.digest:#x}"
+
+
+def _packed(number: int) -> bytes:
+    return number.to_bytes(_WORD, "little", signed=True)
+
+
+def _unpacked(data: bytes) -> int:
+    return int.from_bytes(data, "little", signed=True)
