@@ -32,7 +32,6 @@ from moecomm.membership.meeting import Shrunk
 from moecomm.observe.tracing import trace
 from moecomm.ranks.rendezvous import local_ranks
 from moecomm.routed import Handle, Routed
-from moecomm.transfer import WeightTransfer
 from moecomm.weights import ExpertWeights
 from moecomm.window import Window
 
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from moecomm import nn as nn
     from moecomm import ops as ops
     from moecomm import overlap as overlap
+    from moecomm import transfer as transfer
     from moecomm.router import Router as Router
     from moecomm.tools.doctor import Report
 
@@ -69,7 +69,6 @@ __all__ = [
     "Timeout",
     "TooManyRows",
     "Unsupported",
-    "WeightTransfer",
     "Window",
     "doctor",
     "include_dir",
@@ -97,7 +96,7 @@ def include_dir() -> str:
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("checkpoints", "fused", "nn", "ops", "overlap"):  # registering operators takes a while
+    if name in ("checkpoints", "fused", "nn", "ops", "overlap", "transfer"):  # registering operators takes a while
         return importlib.import_module(f"moecomm.{name}")
     if name == "Router":
         from moecomm.router import Router

@@ -20,6 +20,7 @@ ERRORS = [
     errors.PeerLost("rank 1 is gone", **KNOWN),
     errors.Aborted("told to stop", **KNOWN),
     errors.CorruptRow(op="combine", round=7, source=1, destination=2, token_rank=2, token=3, path="NVLink store"),
+    errors.CorruptWeights(expert=3, name="w13", source=1, destination=2),
     errors.Closed(),
     errors.MemoryReleased(),
     errors.Unsupported("no GPU"),

@@ -17,7 +17,7 @@ import torch
 from torch.distributed import HashStore
 
 import moecomm
-from moecomm import Placement, WeightTransfer, formats
+from moecomm import Placement, formats
 from moecomm.errors import (
     Aborted,
     BadInput,
@@ -32,7 +32,7 @@ from moecomm.errors import (
 )
 from moecomm.fused import quantize_channels, quantize_weights
 from moecomm.testing.cases import random_placement
-from moecomm.transfer import ranks_over
+from moecomm.transfer import WeightTransfer, ranks_over
 from moecomm.transfer.records import Records
 from moecomm.transfer.routes import routes_of
 

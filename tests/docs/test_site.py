@@ -29,7 +29,20 @@ GENERATED = (
 )
 # Written elsewhere: mkdocs shows files of the repository under these names.
 SHOWN = {"contributing.md", "changelog.md"}
-PUBLIC = ["", "ops", "nn", "fused", "overlap", "compat", "compat.deep_ep", "metrics", "routing", "balance", "testing"]
+PUBLIC = [
+    "",
+    "ops",
+    "nn",
+    "fused",
+    "overlap",
+    "transfer",
+    "compat",
+    "compat.deep_ep",
+    "metrics",
+    "routing",
+    "balance",
+    "testing",
+]
 PUBLIC += [f"integrations.{framework}" for framework in ("megatron", "vllm", "sglang")]
 
 
