@@ -263,6 +263,10 @@ def test_tensors_that_do_not_fit_are_named_on_all_ranks_and_the_next_call_works(
                 {**given, "w2": given["w2"][..., :2]},
                 {**given, "w2": given["w2"].tolist()},
                 {**given, "w2": (given["w2"], given["w2"])},
+                {**given, "w2": given["w2"].to_sparse()},
+                {**given, "w2": torch._neg_view(given["w2"])},
+                {**given, "w2": given["w2"].to("meta")},
+                {**given, "w2": None},
             ][nth]
         return given
 
@@ -273,7 +277,7 @@ def test_tensors_that_do_not_fit_are_named_on_all_ranks_and_the_next_call_works(
             if group.rank >= 2:
                 with pytest.raises(BadInput, match="nothing to commit"):
                     transfer.commit(found)
-            for nth in range(7):
+            for nth in range(11):
                 with pytest.raises(BadInput) as caught:
                     transfer.stage(bad(group, nth))
                 said.append(str(caught.value))
@@ -283,7 +287,13 @@ def test_tensors_that_do_not_fit_are_named_on_all_ranks_and_the_next_call_works(
                     transfer.commit(found)
             transfer.stage(model.given(2, have))
             if group.rank >= 2:
-                for into in (None, {"w13": found["w13"]}, {**found, "w2": (found["w2"][0][:3],)}):
+                shared = torch.zeros(4, 40, 1, dtype=torch.bfloat16).expand(4, 40, 3)
+                for into in (
+                    None,
+                    {"w13": found["w13"]},
+                    {**found, "w2": (found["w2"][0][:3],)},
+                    {**found, "w2": shared},
+                ):
                     with pytest.raises(BadInput, match="into"):
                         transfer.commit(into if group.rank == 3 else found)
             else:

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from moecomm.base import formats
+from moecomm.base.arrays import check_memory, has_memory
 from moecomm.base.protocol import DTYPES
-from moecomm.base.validation import check_dtype, check_name, check_shape
+from moecomm.base.validation import check_dtype, check_name, check_same_device, check_shape
 from moecomm.dispatch.reference import GROUP
 from moecomm.errors import BadInput
 from moecomm.fused.channels import quantize_channels
@@ -117,12 +118,27 @@ def described(kinds: Mapping[str, Kind]) -> dict[str, str]:
 
 
 def checked(
-    argument: str, given: Any, wanted: Mapping[str, Sequence[Part]], rows: int, device: torch.device
+    argument: str,
+    given: Any,
+    wanted: Mapping[str, Sequence[Part]],
+    rows: int,
+    device: torch.device,
+    *,
+    written: bool = False,
 ) -> dict[str, list[torch.Tensor]]:
     """Return the tensors of a rank, each `[rows or more, *shape]`, as lists of the parts of each name.
 
+    Args:
+        argument: its name.
+        given: by the caller.
+        wanted: shapes of an expert's parts, and their dtypes, by name.
+        rows: that each has at least.
+        device: of all.
+        written: each element has memory of its own.
+
     Raises:
         BadInput: other names, or tensors of other shapes or dtypes, or on another device.
+        Unsupported: a tensor of torch.func.
     """
     if not isinstance(given, Mapping) or set(given) != set(wanted):
         got = sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__
@@ -136,8 +152,13 @@ def checked(
             want = f"{name}: {dtype} {[rows, *shape]}, or more rows, on {device}"
             if not isinstance(tensor, torch.Tensor):
                 raise BadInput(argument, f"{name}: {type(tensor).__name__}", want)
+            check_same_device(**{argument: tensor})
             fits = tensor.ndim > 0 and len(tensor) >= rows and tensor.shape[1:] == shape
             if not fits or tensor.dtype is not dtype or tensor.device != device:
                 raise BadInput(argument, f"{name}: {tensor.dtype} {list(tensor.shape)} on {tensor.device}", want)
+            shares = any(size > 1 and step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+            if not has_memory(tensor) or (written and shares):
+                raise BadInput(argument, f"{name}: elements without memory of their own", want)
+            check_memory(argument, tensor)
         found[name] = [tensor.detach() for tensor in tensors]
     return found

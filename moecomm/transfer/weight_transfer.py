@@ -19,6 +19,8 @@ import torch
 from moecomm.base.bound import Bound
 from moecomm.base.choices import BackendName
 from moecomm.base.placement import NONE, Placement
+from moecomm.base.protocol import MAX_HOST_RANKS
+from moecomm.base.validation import check_integer
 from moecomm.errors import (
     Aborted,
     BadInput,
@@ -297,7 +299,7 @@ class WeightTransfer(Bound):
                 raise BadInput(argument, "tensors", "None on a rank without experts there")
             return {}
         sides = {name: kind.parts if arriving else [(kind.shape, kind.dtype)] for name, kind in self._kinds.items()}
-        return checked(argument, given, sides, rows, self._window.device)
+        return checked(argument, given, sides, rows, self._window.device, written=arriving)
 
     def _compare_commits(self, everybody: list[bytes]) -> None:
         for rank, theirs in enumerate(map(_unpacked, everybody)):
@@ -333,7 +335,7 @@ class WeightTransfer(Bound):
         if not self._staged:
             return
         tensors = list(chain.from_iterable(slots.values()))
-        with torch.no_grad():
+        with torch.inference_mode():  # writes tensors of that mode, and others
             for expert, places in self._route.slots.items():
                 parts = self._records.parts(self._record(self.rank, expert))
                 for to, part in zip(tensors, parts, strict=True):
@@ -372,7 +374,16 @@ def ranks_over(store: Store, rank: int, ranks: int, *, timeout_s: float = 30.0) 
         rank: this one, 0 to ranks - 1.
         ranks: their number.
         timeout_s: of exchanges over the store itself.
+
+    Raises:
+        BadInput: no store, or no such rank.
     """
+    import torch.distributed as dist
+
+    if not isinstance(store, dist.Store):  # type: ignore[attr-defined]
+        raise BadInput("store", type(store).__name__, "a store of torch.distributed")
+    check_integer("ranks", ranks, 1, MAX_HOST_RANKS)
+    check_integer("rank", rank, 0, ranks - 1)
     make: Callable[[str], StoreBoard] = lambda prefix: StoreBoard(store, f"moecomm/{prefix}")  # noqa: E731
     return Survivors(rank, ranks, False, make, "", seconds(timeout_s))
 

@@ -232,6 +232,7 @@ TABLE = (
     Row("nothing that is watched", ("[]", "()"), ("routing.RoutingRecorder(watch)",)),
     Row("numbers of ranks, or none", ("[]", "()", "[1]", "(1, 2)"), ("routing.loads(ranks)",)),
     Row("no ranks", ("None", "[]", "()"), ("moecomm.Buffer.mask(ranks)",)),
+    Row("no cast, or one to a dtype", ("None", "{}", "torch.float64"), ("transfer.WeightTransfer(cast)",)),
     Row("no ranks", ("[]", "()"), ("moecomm.Buffer.unmask(ranks)",)),
     Row(
         "none",
@@ -253,6 +254,10 @@ TABLE = (
             *(
                 "moecomm.ExpertWeights(shapes)",
                 "moecomm.ExpertWeights.prefetch(target)",
+                *_of("transfer.WeightTransfer", "shapes", "source", "target"),
+                *_of("transfer.WeightTransfer.stage", "tensors"),
+                *_of("transfer.WeightTransfer.commit", "into"),
+                *_of("transfer.ranks_over", "store", "rank", "ranks"),
                 "balance.Plan.placement(layer)",
                 "ops.slot_weights(weights)",
             ),

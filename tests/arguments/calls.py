@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 
 import moecomm
-from moecomm import balance, checkpoints, compat, fused, nn, ops, overlap, router, routing
+from moecomm import balance, checkpoints, compat, fused, nn, ops, overlap, router, routing, transfer
 from moecomm.compat import deep_ep
 from moecomm.ranks.rendezvous import Alone
 from moecomm.tools import launch
@@ -38,6 +38,7 @@ MODULES: dict[str, ModuleType] = {
     "overlap": overlap,
     "routing": routing,
     "balance": balance,
+    "transfer": transfer,
     "compat": compat,
     "deep_ep": deep_ep,
 }
@@ -339,6 +340,9 @@ def of_moecomm() -> dict[str, list[Call]]:
     placed, grown = (moecomm.Buffer(**SIZES, backend="host", placement=placement) for _ in range(2))
     moved = moecomm.ExpertWeights(placed, {"w": (2,)})
     buffer_32 = moecomm.Buffer(**SIZES, backend="host", dtype=torch.float32)
+    both: dict[str, Any] = {"source": placement, "target": placement, "backend": "host"}
+    transferred = transfer.WeightTransfer("self", {"w": (2,)}, **both)
+    cast = transfer.WeightTransfer("self", {"w": (2, 4)}, **both, cast="fp8")
     found = {
         "moecomm.Buffer": [
             Call(moecomm.Buffer, {**SIZES, "backend": "host", "timeout_s": 5.0, "placement": placement}, _close)
@@ -355,6 +359,33 @@ def of_moecomm() -> dict[str, list[Call]]:
             )
         ],
         "moecomm.ExpertWeights.prefetch": [Call(moved.prefetch, {"target": placement, "max_gbs": 1.5})],
+        "transfer.WeightTransfer": [
+            Call(
+                transfer.WeightTransfer,
+                {
+                    "group": "self",
+                    "shapes": {"w": (2, 4)},
+                    "source": placement,
+                    "target": placement,
+                    "dtype": torch.float32,
+                    "cast": "fp8",
+                    "backend": "host",
+                    "device": "cpu",
+                    "timeout_s": 5.0,
+                },
+                _close,
+            )
+        ],
+        "transfer.WeightTransfer.stage": [Call(transferred.stage, {"tensors": {"w": torch.zeros(E, 2).bfloat16()}})],
+        "transfer.WeightTransfer.commit": [
+            Call(
+                lambda into: (cast.stage({"w": torch.zeros(E, 2, 4).bfloat16()}), cast.commit(into)),
+                {"into": {"w": (torch.zeros(E, 2, 4, dtype=torch.float8_e4m3fn), torch.zeros(E, 1, 1))}},
+            )
+        ],
+        "transfer.ranks_over": [
+            Call(transfer.ranks_over, {"store": torch.distributed.HashStore(), "rank": 0, "ranks": 1, "timeout_s": 5.0})
+        ],
         "moecomm.Placement.by_expert": [Call(placement.by_expert, {"numbers": torch.arange(E)})],
         "moecomm.Placement.slots_of": [
             Call(placement.slots_of, {"topk_idx": idx, "rank": 0, "domain_ranks": 1}),
