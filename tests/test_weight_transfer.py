@@ -568,6 +568,47 @@ def test_slots_of_expert_weights_take_them() -> None:
             torch.testing.assert_close(out.double(), y[ids].sum(1), rtol=1e-4, atol=1e-4)
 
 
+def test_transfers_of_other_placements_switch_together() -> None:
+    """Dense weights are one expert, with a replica on each rank.  Nothing switches unless all parts are staged."""
+    dense = Model({"norm": (7,), "head": (5, 3)}, torch.float32, torch.bfloat16, 8)
+    model = Model(SHAPES, torch.bfloat16, "mxfp8", 7)
+    whole = Placement([[0], [0], [], []]), Placement([[], [], [0], [0]])
+
+    def body(group: Any) -> None:
+        have, want = APART[0].held[group.rank], APART[1].held[group.rank]
+        experts, others, trains = model.room(want), dense.room([0]), group.rank < 2
+        about: dict[str, Any] = {"source": whole[0], "target": whole[1], "cast": torch.bfloat16, "dtype": torch.float32}
+        with opened(group, cast="mxfp8") as transfer, opened(group, shapes=dense.shapes, **about) as also:
+            if experts and not trains:
+                scales = experts["w13"][1].view(torch.uint8)  # as engines have them
+                into = {**experts, "w13": (experts["w13"][0], scales)}
+            for step in (1, 2):
+                transfer.stage(model.given(step, have))
+                if not trains:
+                    with pytest.raises(BadInput, match="nothing to commit"):
+                        transfer.commit(into, also={also: others})
+                    assert transfer.staged
+                    if step == 2:
+                        model.check(experts, want, 1)
+                also.stage({name: w[:1] for name, w in dense.weights(step).items()} if trains else None)
+                transfer.commit(*([] if trains else [into]), also={also: None if trains else others})
+                if not trains:
+                    model.check(experts, want, step)
+                    dense.check(others, [0], step)
+            elsewhere = {"source": Placement([[0], [], [], []]), "target": Placement([[], [], [0], []])}
+            with opened(group, shapes={"w": (2,)}, **elsewhere) as third:
+                third.stage({"w": torch.ones(1, 2).bfloat16()} if group.rank == 0 else None)
+                transfer.stage(model.given(3, have))
+                if not trains:
+                    room = {"w": torch.zeros(1, 2).bfloat16()} if group.rank == 2 else None
+                    with pytest.raises(BadInput, match="also"):
+                        transfer.commit(into, also={third: room})
+                    with pytest.raises(BadInput, match="also"):
+                        transfer.commit(into, also={"third": room})  # type: ignore[dict-item]
+
+    all_ranks(4, body)
+
+
 def test_ranks_of_separate_jobs_meet_over_a_store() -> None:
     model = Model(SHAPES, torch.bfloat16, "fp8_token", 6)
     store = HashStore()

@@ -148,11 +148,14 @@ def checked(
         tensors = given[name] if isinstance(given[name], tuple) else (given[name],)
         if len(tensors) != len(parts):
             raise BadInput(argument, f"{name}: {len(tensors)} tensors", f"a tuple of {len(parts)}")
+        found[name] = []
         for tensor, (shape, dtype) in zip(tensors, parts, strict=True):
             want = f"{name}: {dtype} {[rows, *shape]}, or more rows, on {device}"
             if not isinstance(tensor, torch.Tensor):
                 raise BadInput(argument, f"{name}: {type(tensor).__name__}", want)
             check_same_device(**{argument: tensor})
+            if dtype is torch.float8_e8m0fnu and tensor.dtype is torch.uint8:
+                tensor = tensor.view(dtype)  # as engines hold them
             fits = tensor.ndim > 0 and len(tensor) >= rows and tensor.shape[1:] == shape
             if not fits or tensor.dtype is not dtype or tensor.device != device:
                 raise BadInput(argument, f"{name}: {tensor.dtype} {list(tensor.shape)} on {tensor.device}", want)
@@ -160,5 +163,5 @@ def checked(
             if not has_memory(tensor) or (written and shares):
                 raise BadInput(argument, f"{name}: elements without memory of their own", want)
             check_memory(argument, tensor)
-        found[name] = [tensor.detach() for tensor in tensors]
+            found[name].append(tensor.detach())
     return found

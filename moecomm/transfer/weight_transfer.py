@@ -7,9 +7,10 @@ the last one writes those in use.
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _WORD = 8  # bytes of a number that ranks compare
+Into = Mapping[str, "torch.Tensor | tuple[torch.Tensor, ...]"]
 
 
 class WeightTransfer(Bound):
@@ -83,6 +85,7 @@ class WeightTransfer(Bound):
     Attributes:
         rank: this rank's number in the group.
         num_ranks: ranks of the group.
+        arrives: shapes and dtypes of an expert's tensors as they arrive, by name: of values, scales and factors.
 
     Raises:
         BadInput: an argument that can't be used, here or on the rank that it names.
@@ -116,6 +119,7 @@ class WeightTransfer(Bound):
             compare(agreement, {**described(self._kinds), "source": _shown(source), "target": _shown(target)})
         self.rank, self.num_ranks, self._timeout_s = ranks.rank, ranks.ranks, seconds(timeout_s)
         self._route = self._routes[ranks.rank]
+        self.arrives = {name: kind.parts for name, kind in self._kinds.items()}
         self._rows = _rows(source.held[ranks.rank]), _rows(target.held[ranks.rank])
         self._records = Records(self._kinds)
         # Behind the records of a rank, each other rank says that it has closed.
@@ -172,7 +176,7 @@ class WeightTransfer(Bound):
             number = ranks.number + 1
         self._staged = number
 
-    def commit(self, into: Mapping[str, torch.Tensor | tuple[torch.Tensor, ...]] | None = None) -> None:
+    def commit(self, into: Into | None = None, *, also: Mapping[WeightTransfer, Into | None] | None = None) -> None:
         """Write the weights of the last stage() over those in use, on all receivers or on none.  Collective among them.
 
         Each rank writes when all have come, so a call between two steps is the same step on all.  Captured graphs go on
@@ -182,33 +186,44 @@ class WeightTransfer(Bound):
             into: tensors of this rank's slots, by name: `[slots of target, *shape]` or longer.  Where cast to a format:
                 a tuple of values and scales, and of NVFP4 factors.  Empty slots stay as they are.  None on a rank
                 without slots.
+            also: other transfers of the same receivers, staged too, that are part of the decision: `into` of each, in
+                the same order on all receivers.
 
         Raises:
-            BadInput: tensors that do not fit, or nothing is staged, here or on another rank.
+            BadInput: tensors that do not fit, or nothing is staged, here or on another rank; `also` of other receivers.
             Mismatch: ranks have staged different weights.
             Timeout, PeerLost, Aborted: as stage(), of receivers alone; ranks are numbered among receivers.
             ConcurrentCall, Closed: as stage().
         """
-        if self._receivers is None:
-            with self._one_call():
-                self._given("into", into, 0, arriving=True)
-            return
-        decided, slots = False, dict[str, list[torch.Tensor]]()
-        with self._one_call():
+        with ExitStack() as stack:
+            if also is not None and not (isinstance(also, Mapping) and all(type(one) is type(self) for one in also)):
+                raise BadInput("also", type(also).__name__, "tensors by WeightTransfer")
+            parts = [(self, into), *(also or {}).items()]
+            for part, _ in parts:
+                stack.enter_context(part._one_call())
+            if self._receivers is None:
+                for part, given in parts:
+                    part._given("into", given, part._rows[1], arriving=True)
+                return
+            decided, slots = False, list[dict[str, list[torch.Tensor]]]()
             try:
                 with self._agreement("commit", self._receivers) as ranks:
-                    slots = self._given("into", into, self._rows[1], arriving=True)
-                    if not self._staged:
-                        raise BadInput("commit", "nothing to commit", "stage() first")
-                    for rank, theirs in enumerate(map(_unpacked, ranks.all_gather(_packed(self._staged)))):
-                        if theirs != self._staged:
-                            raise Mismatch("staged", self._staged, theirs, rank)
+                    for part, given in parts:
+                        slots.append(part._given("into", given, part._rows[1], arriving=True))
+                        if not part._staged:
+                            raise BadInput("commit", "nothing to commit", "stage() first")
+                        if part._members["commit"] != self._members["commit"]:
+                            raise BadInput("also", f"receivers {part._members['commit']}", self._members["commit"])
+                    mine = [part._staged for part, _ in parts]
+                    for rank, theirs in enumerate(map(json.loads, ranks.all_gather(json.dumps(mine).encode()))):
+                        if theirs != mine:
+                            raise Mismatch("staged", mine, theirs, rank)
                     ranks.settle()
                     decided = True
-                self._switch(slots)
+                _switch(parts, slots)
             except BaseException:
                 if decided:  # all others switch: so does this rank, whatever has interrupted it
-                    self._switch(slots)
+                    _switch(parts, slots)
                 raise
 
     def close(self) -> None:
@@ -298,7 +313,8 @@ class WeightTransfer(Bound):
             if given is not None:
                 raise BadInput(argument, "tensors", "None on a rank without experts there")
             return {}
-        sides = {name: kind.parts if arriving else [(kind.shape, kind.dtype)] for name, kind in self._kinds.items()}
+        leaving = {name: ((kind.shape, kind.dtype),) for name, kind in self._kinds.items()}
+        sides = self.arrives if arriving else leaving
         return checked(argument, given, sides, rows, self._window.device, written=arriving)
 
     def _compare_commits(self, everybody: list[bytes]) -> None:
@@ -361,6 +377,11 @@ class WeightTransfer(Bound):
         self._memory.clear()
         self._window.close()
         self._closed = True
+
+
+def _switch(parts: Sequence[tuple[WeightTransfer, object]], slots: Sequence[Mapping[str, list[torch.Tensor]]]) -> None:
+    for (part, _), of_part in zip(parts, slots, strict=True):
+        part._switch(of_part)
 
 
 def ranks_over(store: Store, rank: int, ranks: int, *, timeout_s: float = 30.0) -> Group:

@@ -232,6 +232,7 @@ TABLE = (
     Row("nothing that is watched", ("[]", "()"), ("routing.RoutingRecorder(watch)",)),
     Row("numbers of ranks, or none", ("[]", "()", "[1]", "(1, 2)"), ("routing.loads(ranks)",)),
     Row("no ranks", ("None", "[]", "()"), ("moecomm.Buffer.mask(ranks)",)),
+    Row("no others", ("None", "{}"), ("transfer.WeightTransfer.commit(also)",)),
     Row("no cast, or one to a dtype", ("None", "{}", "torch.float64"), ("transfer.WeightTransfer(cast)",)),
     Row("no ranks", ("[]", "()"), ("moecomm.Buffer.unmask(ranks)",)),
     Row(

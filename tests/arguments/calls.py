@@ -379,8 +379,8 @@ def of_moecomm() -> dict[str, list[Call]]:
         "transfer.WeightTransfer.stage": [Call(transferred.stage, {"tensors": {"w": torch.zeros(E, 2).bfloat16()}})],
         "transfer.WeightTransfer.commit": [
             Call(
-                lambda into: (cast.stage({"w": torch.zeros(E, 2, 4).bfloat16()}), cast.commit(into)),
-                {"into": {"w": (torch.zeros(E, 2, 4, dtype=torch.float8_e4m3fn), torch.zeros(E, 1, 1))}},
+                lambda into, also: (cast.stage({"w": torch.zeros(E, 2, 4).bfloat16()}), cast.commit(into, also=also)),
+                {"into": {"w": (torch.zeros(E, 2, 4, dtype=torch.float8_e4m3fn), torch.zeros(E, 1, 1))}, "also": {}},
             )
         ],
         "transfer.ranks_over": [

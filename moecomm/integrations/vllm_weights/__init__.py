@@ -1,0 +1,29 @@
+"""Weights from a trainer to vLLM (checked against 0.33), as both sides of its weight transfer: docs/vllm.md.
+
+vLLM's factories take engines by name, so nothing is replaced.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+
+__all__ = ["register"]
+
+NAME = "moecomm"
+log = logging.getLogger("moecomm")
+
+
+def register() -> None:
+    """Add the engines of workers and trainers to vLLM's factories, under the name "moecomm".
+
+    vLLM calls it as a plugin, in every process; a trainer calls it itself.  Idempotent.
+    """
+    try:
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
+    except ImportError as error:
+        log.debug("moecomm moves no weights in this version of vLLM: %s", error)
+        return
+    for factory, kind in ((WeightTransferEngineFactory, "Worker"), (WeightTransferTrainerFactory, "Trainer")):
+        with suppress(ValueError):  # it has the name already
+            factory.register_engine(NAME, f"{__name__}.engines", f"Moecomm{kind}")
