@@ -104,6 +104,24 @@ def test_attention_and_experts_on_different_ranks(
     assert [int(line.split()[2]) for line in found] == [12 // attention] * attention + [0] * experts
 
 
+@pytest.mark.parametrize("steps", few([6, 60], 6))
+def test_a_trainer_finds_the_logits_of_the_engine(
+    steps: int, ranks: Ranks, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import train_and_sample as example
+
+    def launch(target: str, job: dict[str, Any], processes: int) -> list[Any]:
+        return ranks.run(processes, _called, target, job)
+
+    monkeypatch.setattr(example, "launch", launch)
+    monkeypatch.setattr(sys, "argv", ["example", "--steps", str(steps)])
+    assert example.main() == 0
+    _, *lines, last = capsys.readouterr().out.splitlines()
+    assert last == "logits of trainer and engine: equal to the bit"
+    means = [float(line.split()[1]) for line in lines]
+    assert means[0] < 0.2 and (steps < 60 or means[-1] > 0.9)
+
+
 @pytest.mark.long
 def test_a_recommendation_model_learns_the_same_on_several_ranks_and_on_one() -> None:
     losses, last = run_example("dlrm.py", 200, 4)
