@@ -179,6 +179,7 @@ PARTS: dict[str, list[Step]] = {
         one("memory", 100, "tests/backends/test_windows_on_gpus.py", random=False),
         Step("windows2", 400, ("tests/gpu/test_windows.py", "-m", "gpu2"), gpus=2),
         Step("expert-weights", 300, ("tests/gpu/test_expert_weights.py", "-m", "gpu2"), gpus=2),
+        Step("weight-transfer", 400, ("tests/gpu/test_weight_transfer.py", "-m", "gpu2"), gpus=2),
         Step("slot-weights", 300, ("tests/gpu/test_slot_weights.py", "-m", "gpu2"), gpus=2),
         Step("memory2", 400, ("tests/backends/test_windows_on_gpus.py", "-m", "gpu2"), gpus=2),
     ],
