@@ -81,6 +81,15 @@ def rewards(text: torch.Tensor) -> torch.Tensor:
     return (text[:, 1:] == (text[:, :-1] + 1) % VOCABULARY).float()
 
 
+def gathered(
+    group: dist.ProcessGroup, mine: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """Return what each engine rank passes; trainers pass None."""
+    everybody = [torch.empty(shape, dtype=dtype) for _ in range(group.size())]
+    dist.all_gather(everybody, torch.zeros(shape, dtype=dtype) if mine is None else mine, group=group)
+    return [everybody[rank] for rank in ENGINES]
+
+
 def run(group: dist.ProcessGroup, steps: int) -> dict[str, Any]:
     """Train or sample on one rank; return the mean reward of each step, and whether all logits were equal."""
     torch.set_num_threads(1)
@@ -114,12 +123,12 @@ def run(group: dist.ProcessGroup, steps: int) -> dict[str, Any]:
             if not trains:
                 of_experts.commit(experts, also={of_dense: {name: tensor[None] for name, tensor in dense.items()}})
             mine = None if trains else sample(buffer, experts, dense, 2 * step + buffer.rank)
-            texts: list[Any] = [None] * group.size()
-            dist.all_gather_object(texts, mine, group=group)
-            means.append(float(torch.cat([rewards(text) for text, _ in texts[2:]]).mean()))
+            texts = gathered(group, mine and mine[0], (SEQUENCES, LENGTH + 1), torch.int64)
+            said = gathered(group, mine and mine[1], (SEQUENCES, LENGTH, VOCABULARY), torch.float32)
+            means.append(float(rewards(torch.cat(texts)).mean()))
             if not trains:
                 continue
-            text, sampled = texts[2 + buffer.rank]
+            text, sampled = texts[buffer.rank], said[buffer.rank]
             found = logits_of(buffer, text[:, :-1].flatten(), experts, dense).view(sampled.shape)
             same = same and torch.equal(found, sampled)
             chosen = log_softmax(found, dim=2).gather(2, text[:, 1:, None]).squeeze(2)

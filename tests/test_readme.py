@@ -264,6 +264,7 @@ def test_failures_promised_are_errors_that_exist() -> None:
     assert promised == {
         "BadInput",
         "TooManyRows",
+        "CorruptWeights",
         "MemoryReleased",
         "Mismatch",
         "OutOfStep",
