@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -31,6 +31,8 @@ from moecomm.errors import (
     Unsupported,
 )
 from moecomm.fused import quantize_channels, quantize_weights
+from moecomm.ranks.board import LocalBoard
+from moecomm.ranks.opening import Opening
 from moecomm.testing.cases import random_placement
 from moecomm.transfer import WeightTransfer, ranks_over
 from moecomm.transfer.records import Records
@@ -437,6 +439,143 @@ def test_an_interrupt_while_ranks_switch_leaves_no_rank_behind() -> None:
         raise KeyboardInterrupt
 
     all_ranks(4, body)
+
+
+@pytest.mark.parametrize("when", ["decided", "settled", "before"])
+def test_an_interrupt_as_ranks_decide_is_of_all_or_none(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank that is interrupted goes the way of the others, wherever in the agreement it is."""
+    model = Model(SHAPES, torch.bfloat16, None, 2)
+    settle, decide = Opening.settle, LocalBoard.decide
+    victim = threading.local()
+
+    def settled(ranks: Opening) -> None:
+        if getattr(victim, "now", "") == "before":
+            raise KeyboardInterrupt
+        settle(ranks)
+        if getattr(victim, "now", "") == "settled":
+            raise KeyboardInterrupt
+
+    def decided(board: LocalBoard, key: str, value: bytes) -> bytes:
+        stands = decide(board, key, value)
+        if getattr(victim, "now", "") == "decided":
+            victim.now = ""
+            raise KeyboardInterrupt
+        return stands
+
+    monkeypatch.setattr(Opening, "settle", settled)
+    monkeypatch.setattr(LocalBoard, "decide", decided)
+
+    def body(group: Any) -> None:
+        with transfers(group, model, *APART) as (transfer, found, have, want):
+            for step in (1, 2, 3):
+                transfer.stage(model.given(step, have))
+                victim.now = when if (group.rank, step) == (3, 2) else ""
+                failed = when == "before" and step == 2 and group.rank >= 2
+                with pytest.raises((KeyboardInterrupt, Aborted)) if failed or victim.now else nullcontext():
+                    transfer.commit(passed(want, found))
+                victim.now = ""
+                model.check(found, want, 1 if when == "before" and step == 2 else step)
+
+    all_ranks(4, body)
+
+
+@pytest.mark.parametrize("seed", few(range(100), 6))
+def test_random_sequences_follow_a_model(seed: int) -> None:
+    """After any error on some rank, in any call, all receivers have the weights of the same commit."""
+    rng = random.Random(f"sequence {seed}")
+    of = rng.randint(2, 4)
+    trainers, servers = (sorted(rng.sample(range(of), rng.randint(1, of))) for _ in range(2))
+    source = beside(trainers, of, seed, EXPERTS)
+    target = beside(servers, of, seed + 1000, EXPERTS)
+    model = Model(SHAPES, torch.bfloat16, rng.choice([None, "fp8", "mxfp8"]), seed)
+    kinds = ["fine"] * 4 + [
+        "bad tensors",
+        "interrupt in stage",
+        "corrupt",
+        "no commit",
+        "bad into",
+        "interrupt in commit",
+    ]
+    script = [(rng.choice(kinds), rng.randrange(of), rng.random() < 0.5) for _ in range(12)]
+
+    def body(group: Any) -> list[str]:
+        have, want = source.held[group.rank], target.held[group.rank]
+        serves, found, now, staged, said = any(e >= 0 for e in want), model.room(want), 0, 0, []
+        how: dict[str, Any] = {"source": source, "target": target, "cast": model.cast, "backend": "host"}
+        with WeightTransfer(group, SHAPES, **how, timeout_s=20) as transfer:
+            for step, (kind, victim, again) in enumerate(script, 1):
+                mine, given = group.rank == victim, model.given(step, have)
+                errors: tuple[type[BaseException], ...] = ()
+                if kind == "bad tensors":
+                    given, errors = ({"w": torch.zeros(1)} if mine else given), (BadInput,)
+                elif kind == "interrupt in stage":
+                    errors = (KeyboardInterrupt,) if mine else (Aborted,)
+                    if mine:
+                        once(transfer, rng.choice(["_compare_commits", "_synchronize", "_read"]) if again else "_given")
+                elif kind == "corrupt":
+                    victims = [r for r, route in enumerate(transfer._routes) if route.casts]
+                    errors = (CorruptWeights,)
+                    if group.rank == victims[victim % len(victims)]:
+                        write = transfer._records.write
+
+                        def broken(record: torch.Tensor, *more: Any, write: Any = write) -> None:
+                            write(record, *more)
+                            record[0] ^= 1
+
+                        transfer._records.write = broken  # type: ignore[method-assign]
+                try:
+                    transfer.stage(given)
+                    staged = step
+                    assert not errors, (kind, step)
+                except errors as error:
+                    staged = 0
+                    said.append(type(error).__name__)
+                vars(transfer._records).pop("write", None)
+                assert transfer.staged == (serves and staged > 0)
+                if serves and now:
+                    model.check(found, want, now)
+                if kind == "no commit":
+                    continue
+                into: Any = found if serves else None
+                first = next(r for r in range(of) if any(e >= 0 for e in target.held[r]))
+                at_commit = staged and kind in ("bad into", "interrupt in commit")
+                if at_commit and group.rank == first:
+                    if kind == "bad into":
+                        into = {"w13": torch.zeros(1)}
+                    else:
+                        once(transfer, "_given" if again else "_switch")
+                switches = staged and not (at_commit and (kind == "bad into" or again))
+                refused = False
+                try:
+                    transfer.commit(into)
+                except (BadInput, KeyboardInterrupt, Aborted) as error:
+                    said.append(type(error).__name__)
+                    refused = True
+                assert not refused or (serves and (not staged or at_commit)), step
+                assert refused or not serves or switches, step
+                if switches:
+                    now, staged = step, 0
+                if serves and now:
+                    model.check(found, want, now)
+                if serves and at_commit and not switches:  # what is staged is still there
+                    transfer.commit(found)
+                    now, staged = step, 0
+                    model.check(found, want, now)
+                elif not serves and at_commit and not switches:
+                    now, staged = step, 0
+        return said
+
+    all_ranks(of, body)
+
+
+def once(transfer: WeightTransfer, name: str) -> None:
+    """Interrupt the next call of a method."""
+
+    def interrupted(*given: Any, **named: Any) -> Any:
+        delattr(transfer, name)
+        raise KeyboardInterrupt
+
+    setattr(transfer, name, interrupted)
 
 
 def test_a_rank_that_missed_a_commit_is_named() -> None:

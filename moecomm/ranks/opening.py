@@ -111,6 +111,7 @@ class Opening:
         self._board: Board | None = ranks.board() if ranks.ranks > 1 else None
         self._attempt = self._step = 0
         self._decided = True  # there is no outcome yet that could be decided
+        self._is_open = False
         self._deaths = Deaths()
         self._global_ranks = ranks.global_ranks
         self._lookout: strays.Lookout | None = None
@@ -212,6 +213,7 @@ class Opening:
                 raise
         if (stands := self._ask(None, board.decide, f"{self._attempt}/outcome", _OPEN)) != _OPEN:
             raise self._announced(stands)
+        self._is_open = True
         self._decided = True
         # All ranks are in this opening, so all have left the previous one.
         done = [f"{self._attempt}/{self._step - 1}/{self.rank}", f"{self._attempt - 1}/ready/{self.rank}"]
@@ -243,6 +245,13 @@ class Opening:
         """Make the opening fail on all ranks that have not failed yet."""
         if self._board is not None and not self._decided:
             self._decide(error)
+
+    def is_open_despite(self, error: BaseException) -> bool:
+        """Return whether all other ranks go on, after settle() has raised an error on this one.  Announce it if not."""
+        if self._board is None or self._is_open or self._decided:
+            return self._is_open
+        text = f"rank {self.rank} was ended by {type(error).__name__} {self.during}"
+        return self._decide(self.failed(Aborted, self.rank, text)) == _OPEN
 
     def failed(self, kind: type[RoundFailed], peer: int, text: str) -> RoundFailed:
         """Make an error of this opening; `peer`: the rank it is about, -1: not known."""

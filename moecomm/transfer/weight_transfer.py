@@ -147,8 +147,8 @@ class WeightTransfer(Bound):
     def stage(self, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
         """Bring the weights of all experts to the ranks that want them, beside those that these have.  Collective.
 
-        Returns when all ranks have theirs, verified; tensors may change then.  A call before commit() takes the place
-        of the one before.
+        Returns when all ranks have theirs, verified; tensors may change then.  A call takes the place of one that has
+        not been committed, also if it fails.
 
         Args:
             tensors: of this rank's experts, by name, each `[slots of source, *shape]` or longer; None on a rank that
@@ -163,8 +163,8 @@ class WeightTransfer(Bound):
             Closed: after close().
         """
         with self._one_call(), self._agreement("stage", self._all) as ranks:
+            self._staged = 0  # also if the call fails: other ranks may have begun to write
             given = self._given("tensors", tensors, self._rows[0], arriving=False)
-            self._staged = 0
             self._compare_commits(ranks.all_gather(_packed(self._commits if self._route.slots else -1)))
             for expert, row in self._route.casts.items():
                 parts = (kind.apply(given[name][0][row]) for name, kind in self._kinds.items())
@@ -174,7 +174,7 @@ class WeightTransfer(Bound):
             self._read(ranks.number + 1)
             ranks.settle()
             number = ranks.number + 1
-        self._staged = number
+        self._staged = number if self._receivers is not None else 0
 
     def commit(self, into: Into | None = None, *, also: Mapping[WeightTransfer, Into | None] | None = None) -> None:
         """Write the weights of the last stage() over those in use, on all receivers or on none.  Collective among them.
@@ -209,16 +209,20 @@ class WeightTransfer(Bound):
             try:
                 with self._agreement("commit", self._receivers) as ranks:
                     for part, given in parts:
+                        if part._members["commit"] != self._members["commit"]:
+                            raise BadInput("also", f"receivers {part._members['commit']}", self._members["commit"])
                         slots.append(part._given("into", given, part._rows[1], arriving=True))
                         if not part._staged:
                             raise BadInput("commit", "nothing to commit", "stage() first")
-                        if part._members["commit"] != self._members["commit"]:
-                            raise BadInput("also", f"receivers {part._members['commit']}", self._members["commit"])
                     mine = [part._staged for part, _ in parts]
                     for rank, theirs in enumerate(map(json.loads, ranks.all_gather(json.dumps(mine).encode()))):
                         if theirs != mine:
                             raise Mismatch("staged", mine, theirs, rank)
-                    ranks.settle()
+                    try:
+                        ranks.settle()
+                    except BaseException as error:
+                        decided = ranks.is_open_despite(error)
+                        raise
                     decided = True
                 _switch(parts, slots)
             except BaseException:
@@ -241,7 +245,7 @@ class WeightTransfer(Bound):
 
     @property
     def staged(self) -> bool:
-        """True if commit() has weights to take."""
+        """True if commit() has weights to take, on a receiver."""
         return self._staged > 0
 
     @property
