@@ -13,7 +13,7 @@ from moecomm.testing.cases import random_placement
 from moecomm.transfer import WeightTransfer
 
 from ..conftest import Ranks, gpu_count
-from ..test_weight_transfer import CASTS, EXPERTS, Model, beside
+from ..weight_transfers import CASTS, EXPERTS, Model, beside
 
 pytestmark = pytest.mark.gpu2
 SHAPES: dict[str, tuple[int, ...]] = {"w13": (1024, 512), "w2": (512, 392)}
