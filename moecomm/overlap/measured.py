@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -13,12 +12,9 @@ import torch
 from moecomm.errors import BadInput, MoecommError, Timeout, Unsupported
 from moecomm.overlap.agreement import OPERATORS, WORDS, FirstCalls, compared_names
 from moecomm.overlap.sizes import Sizes
+from moecomm.tuning.measured import Clock, fastest, in_ns, time_forms
 from moecomm.window import Window
 
-_REPETITIONS, _CALLS = 5, 3  # timed runs of each form, which alternate, and calls in a run
-_HEAD_START = 1_000_000  # cycles of delay on the device, for the host to enqueue a run first
-_MARGIN = 1.02  # an earlier form is taken unless a later one is faster by more than the noise of a measurement
-_NEVER = 1 << 62  # nanoseconds of a form that a rank can't run
 _LOOK_S = 1e-4  # between two looks at the device
 _GRACE_S = 1.0  # for kernels, whose errors name the rank that they waited for
 _ROWS = ("M", "C", "B")  # sizes that vary from call to call
@@ -42,32 +38,6 @@ class Choice(NamedTuple):
     sizes: dict[str, int]
     us: dict[str, float]
     form: str
-
-
-class Clock:
-    """Times on the current stream of a GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def delay(self) -> None:
-        """Delay the stream, so that the host enqueues what is timed before it begins."""
-        with torch.cuda.device(self._device):
-            torch.cuda._sleep(_HEAD_START)  # type: ignore[no-untyped-call]
-
-    def mark(self) -> torch.cuda.Event:
-        """Enqueue a mark."""
-        found = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        found.record(torch.cuda.current_stream(self._device))
-        return found
-
-    def passed(self, mark: torch.cuda.Event) -> bool:
-        """Return whether the stream has passed a mark."""
-        return bool(mark.query())  # type: ignore[no-untyped-call]
-
-    def us(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """Return the microseconds between two marks that the stream has passed."""
-        return float(begin.elapsed_time(end)) * 1e3
 
 
 class Choices:
@@ -117,38 +87,16 @@ class Choices:
         except BaseException:
             window.abort()  # others would wait for what this rank does not run
             raise
-        mine = [round(1e3 * times[form]) if form in times else _NEVER for form in runs]
-        by_rank = self._first_calls.exchange(mine + [0] * (WORDS - len(mine)))
-        slowest = dict(zip(runs, map(max, zip(*by_rank, strict=True)), strict=False))
-        least = min(slowest.values())
-        form = next(form for form, ns in slowest.items() if ns <= _MARGIN * least)
-        us = {form: ns / 1e3 for form, ns in slowest.items() if ns < _NEVER}
+        mine = in_ns(tuple(runs), times)
+        form, us = fastest(tuple(runs), self._first_calls.exchange(mine + [0] * (WORDS - len(mine))))
         compared = {name: sizes.dims[name] for name in compared_names(sizes, None)}
         self._made[_key(sizes, runs)] = Choice(sizes.operator, sizes.given, compared, us, form)
         return form
 
     def _times(self, calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
-        """Return the microseconds of each on this rank: the median of runs that all ranks begin together."""
-        clock, ready = self._clock, dict[str, Callable[[], Any]]()
-        for form, call in calls.items():  # compiles kernels, and connects to peers
-            try:
-                call()
-            except (BadInput, Unsupported, torch.cuda.OutOfMemoryError):  # another form may take less memory
-                continue
-            self._wait(clock.mark())
-            ready[form] = call
-        found: dict[str, list[float]] = {form: [] for form in ready}
-        for _ in range(_REPETITIONS):
-            for form, call in ready.items():
-                clock.delay()
-                self._window.barrier()
-                begin = clock.mark()
-                for _ in range(_CALLS):
-                    call()
-                end = clock.mark()
-                self._wait(end)
-                found[form].append(clock.us(begin, end) / _CALLS)
-        return {form: statistics.median(us) for form, us in found.items()}
+        """Return the microseconds of each on this rank; all ranks begin each run together."""
+        refusals = BadInput, Unsupported, torch.cuda.OutOfMemoryError
+        return time_forms(self._clock, calls, lambda _: self._window.barrier(), self._wait, refusals)
 
     def _wait(self, mark: torch.cuda.Event) -> None:
         """Wait until the device has passed a mark: a collective has no deadline, and does not see that a rank is lost.

@@ -1,0 +1,103 @@
+"""Forms of a call that are timed beside each other.  All ranks time them at once, and take the same one.
+
+Who measures says how ranks begin together, how the host waits, and how ranks exchange their times.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+_REPETITIONS, _CALLS = 5, 3  # timed runs of each form, which alternate, and calls in a run
+_HEAD_START = 1_000_000  # cycles of delay on the device, for the host to enqueue a run first
+_MARGIN = 1.02  # an earlier form is taken unless a later one is faster by more than the noise of a measurement
+NEVER = 1 << 62  # nanoseconds of a form that a rank can't run
+
+Call = Callable[[], Any]
+
+
+class Clock:
+    """Times on the current stream of a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def delay(self) -> None:
+        """Delay the stream, so that the host enqueues what is timed before it begins."""
+        with torch.cuda.device(self._device):
+            torch.cuda._sleep(_HEAD_START)  # type: ignore[no-untyped-call]
+
+    def mark(self) -> torch.cuda.Event:
+        """Enqueue a mark."""
+        found = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        found.record(torch.cuda.current_stream(self._device))
+        return found
+
+    def passed(self, mark: torch.cuda.Event) -> bool:
+        """Return whether the stream has passed a mark."""
+        return bool(mark.query())  # type: ignore[no-untyped-call]
+
+    def us(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """Return the microseconds between two marks that the stream has passed."""
+        return float(begin.elapsed_time(end)) * 1e3
+
+
+def time_forms(
+    clock: Clock,
+    forms: Mapping[str, Call],
+    begin: Callable[[Call], object],
+    wait: Callable[[torch.cuda.Event], None],
+    refusals: tuple[type[Exception], ...] = (),
+) -> dict[str, float]:
+    """Return the microseconds of a call in each form on this rank: the median of several runs.
+
+    Args:
+        clock: of the device.
+        forms: what makes the call, by form: the same forms in the same order on all ranks.
+        begin: lets ranks begin a run together; it gets the call.
+        wait: waits until the device has passed a mark, and raises the errors of calls.
+        refusals: a form that raises one of these in its first call is left out.
+    """
+    ready: dict[str, Call] = {}
+    for form, call in forms.items():  # compiles kernels, and connects to peers
+        try:
+            call()
+        except refusals:  # another form may take less memory
+            continue
+        wait(clock.mark())
+        ready[form] = call
+    found: dict[str, list[float]] = {form: [] for form in ready}
+    for _ in range(_REPETITIONS):
+        for form, call in ready.items():
+            clock.delay()
+            begin(call)
+            first = clock.mark()
+            for _ in range(_CALLS):
+                call()
+            last = clock.mark()
+            wait(last)
+            found[form].append(clock.us(first, last) / _CALLS)
+    return {form: statistics.median(us) for form, us in found.items()}
+
+
+def in_ns(forms: Sequence[str], us: Mapping[str, float]) -> list[int]:
+    """Return the times of a rank as whole nanoseconds, for others; NEVER: it can't run the form."""
+    return [round(1e3 * us[form]) if form in us else NEVER for form in forms]
+
+
+def fastest(forms: Sequence[str], by_rank: Sequence[Sequence[int]]) -> tuple[str, dict[str, float]]:
+    """Return the form that all ranks take, and the microseconds of each form on the slowest rank.
+
+    An earlier form is taken unless a later one is faster by more than noise.
+
+    Args:
+        forms: in the order of the times.
+        by_rank: times of each rank, see in_ns(); there may be more numbers behind them.
+    """
+    slowest = dict(zip(forms, map(max, zip(*by_rank, strict=True)), strict=False))
+    least = min(slowest.values())
+    form = next(form for form, ns in slowest.items() if ns <= _MARGIN * least)
+    return form, {form: ns / 1e3 for form, ns in slowest.items() if ns < NEVER}
