@@ -69,14 +69,14 @@ def open_rounds(
     session, why = backends.open_session(settings.backend, chosen_because, ranks, shape, device, timeout_s)
     with ExitStack() as undo:
         undo.callback(session.close)
-        fused = forms.agree(ranks, settings, session.device)
+        fused_weights, layer_forms = forms.agree(ranks, settings, session.device)
         tables = session.row_tables(ranks, timeout_s) if settings.verify_every else None
         came_ns = now_ns()
         ranks.settle()
         left_ns = now_ns()
         undo.pop_all()
     session.context.timeout_ns = int(timeout_s * 1e9)
-    rounds = Rounds(session, settings, identity, ids, tables, fused)
+    rounds = Rounds(session, settings, identity, ids, tables, fused_weights, layer_forms)
     rounds.barrier, rounds.why, rounds.chosen_because = (came_ns, left_ns), why, chosen_because
     return rounds
 

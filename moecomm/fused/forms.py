@@ -1,14 +1,49 @@
-"""Choice between a fused and an unfused layer, for `fused=None`: by the tuning table of rank 0."""
+"""Choice between a fused and an unfused layer, for `fused=None`.
+
+The first layer of a kind measures both forms, and all ranks take one.  Rank 0 keeps it in the user's tuning table; the
+table of rank 0 says which forms are known when a Buffer opens.  Where nothing can be measured, bounds in the tables
+decide (moecomm/tuning/layers.py).
+"""
 
 from __future__ import annotations
 
+import logging
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
 import torch
 
+import moecomm
 from moecomm import tuning
-from moecomm.ranks.group import Rendezvous
+from moecomm.errors import BadInput, PeerLost, Timeout, TooManyRows, Unsupported
+from moecomm.fused.weight_format import WeightFormat
+from moecomm.membership.suspension import agreement
+from moecomm.ranks import messages
+from moecomm.ranks.opening import Opening
 from moecomm.ranks.settings import Settings
+from moecomm.rounds.rounds import Rounds
+from moecomm.tuning.layers import Form, Kind
+from moecomm.tuning.measured import Call, Clock, fastest, in_ns, rounded_up, time_forms
+
+log = logging.getLogger("moecomm")
 
 _WEIGHTS = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+_NAMES = {True: "fused", False: "unfused"}
+_TIMES = struct.Struct("<2q")  # nanoseconds of both forms
+_HEAD_START = 4_000_000  # cycles: an eager layer takes the host longer than an operator
+
+
+class LayerForms(NamedTuple):
+    """What a rank knows of the layers of a Buffer that opens.
+
+    Attributes:
+        faster: faster(), in the order of its dtypes.
+        known: layers that have been measured, and whether they run fused.
+    """
+
+    faster: list[bool]
+    known: list[tuple[Kind, bool]]
 
 
 def faster(gpu: str, settings: Settings) -> dict[torch.dtype, bool]:
@@ -25,16 +60,151 @@ def faster(gpu: str, settings: Settings) -> dict[torch.dtype, bool]:
     return found
 
 
-def agree(ranks: Rendezvous, settings: Settings, device: torch.device) -> dict[torch.dtype, bool]:
-    """Return faster() of rank 0.  Collective.
+def agree(
+    ranks: Opening, settings: Settings, device: torch.device
+) -> tuple[dict[torch.dtype, bool], dict[Kind, bool]]:
+    """Return faster(), and the layers of this Buffer that have been measured, as rank 0 knows them.  Collective.
 
     Users of different hosts may have different tables, and a layer that only some ranks fuse would time out.
 
     Raises:
-        As Rendezvous.all_gather.
+        As Opening.all_gather.
     """
     if device.type == "cpu":  # whose layers are never fused
-        return {}
-    mine = faster(torch.cuda.get_device_name(device), settings)
-    everybody = ranks.all_gather(bytes(mine.values()))
-    return dict(zip(mine, map(bool, everybody[0]), strict=True))
+        return {}, {}
+    gpu = torch.cuda.get_device_name(device)
+    mine = faster(gpu, settings)
+    known = [(kind, fused) for kind, fused in tuning.measured_forms(gpu).items() if _is_of(kind, settings)]
+    everybody = ranks.all_gather(messages.pack(LayerForms(list(mine.values()), known)))
+    first = messages.unpack(everybody[0], LayerForms)
+    return dict(zip(mine, first.faster, strict=True)), dict(first.known)
+
+
+def kind_of(rounds: Rounds, weights: WeightFormat, values: torch.dtype, intermediate: int, tokens: int) -> Kind:
+    """Return the kind of a layer, the same on all ranks, which may have different numbers of tokens.
+
+    `values`: dtype of the weights.  `tokens`: of this rank, which count where it is the only one.
+    """
+    tokens = min(tokens, rounds.max_tokens) if rounds.num_ranks == 1 else rounds.max_tokens
+    return Kind(
+        **_of_buffer(rounds.settings),
+        weights=_name(values) + (" by channel" if weights.casts else ""),
+        intermediate=intermediate,
+        tokens=rounded_up(max(1, tokens)),
+    )
+
+
+def _of_buffer(settings: Settings) -> dict[str, Any]:
+    """Return the fields of a Kind that a Buffer decides."""
+    return {
+        "version": moecomm.__version__,
+        "backend": settings.backend,
+        "dtype": _name(settings.dtype),
+        "ranks": settings.ranks,
+        "experts": settings.held_by_all,
+        "topk": settings.topk,
+        "hidden": settings.hidden,
+    }
+
+
+def _is_of(kind: Kind, settings: Settings) -> bool:
+    """Return whether layers of this kind run in a Buffer of these sizes."""
+    return all(getattr(kind, name) == value for name, value in _of_buffer(settings).items())
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def can_measure(rounds: Rounds) -> bool:
+    """Return whether a call may measure now, the same on all ranks: all take part, and the host may wait."""
+    return not rounds.masked and not rounds.session.capturing()
+
+
+def full_batch(rounds: Rounds, kind: Kind) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return tokens, ids and weights of this rank for a measurement.  All experts get the same number of rows.
+
+    Each token takes the next K of all experts, in an order without pattern.  The caller's random numbers stay as they
+    are.
+    """
+    tokens, device = min(kind.tokens, rounds.max_tokens), rounds.device
+    placement, topk = rounds.placement, rounds.topk
+    experts = rounds.num_experts if placement is None else placement.num_experts
+    generator = torch.Generator().manual_seed(rounds.rank)
+    order = torch.randperm(experts, generator=generator)
+    ids = order[torch.arange(tokens * topk) % experts].view(tokens, topk)
+    on_device = torch.Generator(device).manual_seed(rounds.rank)
+    x = torch.randn(tokens, rounds.hidden, generator=on_device, device=device, dtype=rounds.dtype)
+    return x, ids.to(device), torch.full((tokens, topk), 1 / topk, device=device)
+
+
+def measure(
+    rounds: Rounds, kind: Kind, guess: bool, calls: Mapping[bool, Call], reserve: Callable[[], object]
+) -> None:
+    """Measure the forms of a kind of layer, and take the faster one of the slowest rank from now on.  Collective.
+
+    All ranks have ended the same call.  Where a full batch has no room on one of them, all take the guess.
+
+    Args:
+        rounds: of the Buffer, whose `layer_forms` gets the form.
+        kind: of the layer.
+        guess: the form by the tables, which is taken if the other one is hardly faster.
+        calls: a call of a full batch, by form: fused or not.
+        reserve: takes the memory of such a call in either form, and raises what says that there is none.
+
+    Raises:
+        PeerLost, Timeout, Aborted and others: as rounds.
+    """
+    forms = {_NAMES[fused]: calls[fused] for fused in (guess, not guess)}
+    sampling, rounds.sampling = rounds.sampling, None  # rows of fused layers are not verified
+    try:
+        _wait(rounds)
+        if not all(map(any, _exchange(rounds, bytes([_has_room(reserve)])))):
+            rounds.layer_forms[kind] = guess
+            return
+        times = time_forms(Clock(rounds.device, _HEAD_START), forms, lambda call: call(), lambda _: _wait(rounds))
+    except TooManyRows:  # of even routing, on every rank: the Buffer has less room
+        rounds.layer_forms[kind] = guess
+        return
+    finally:
+        rounds.sampling = sampling
+    by_rank = _exchange(rounds, _TIMES.pack(*in_ns(tuple(forms), times)))
+    form, us = fastest(tuple(forms), [_TIMES.unpack(data) for data in by_rank])
+    rounds.layer_forms[kind] = form == _NAMES[True]
+    log.info("rank %d: layers of %s run %s: %s", rounds.rank, kind, form, us)
+    if rounds.rank == 0:
+        _keep(rounds.device, Form(kind._asdict(), form == _NAMES[True], us))
+
+
+def _has_room(reserve: Callable[[], object]) -> bool:
+    try:
+        reserve()
+    except (BadInput, Unsupported, torch.cuda.OutOfMemoryError):
+        return False
+    return True
+
+
+def _wait(rounds: Rounds) -> None:
+    """Wait for all rounds so far, which have deadlines, and raise their error."""
+    rounds.wait()
+    rounds.raise_failure()
+
+
+def _exchange(rounds: Rounds, mine: bytes) -> list[bytes]:
+    """Return the bytes of all ranks.  Collective."""
+    try:
+        with agreement(rounds, "moe") as ranks:
+            everybody = ranks.all_gather(mine)
+            ranks.settle()
+    except (PeerLost, Timeout):
+        rounds.raise_failure()  # masks the ranks that are lost, where that is wanted
+        raise
+    return everybody
+
+
+def _keep(device: torch.device, form: Form) -> None:
+    """Write a form to this user's table.  A table that can't be written leaves the form to this Buffer."""
+    try:
+        tuning.keep_form(torch.cuda.get_device_name(device), form)
+    except (OSError, ValueError) as error:
+        log.info("the form of a layer is not kept: %s", error)

@@ -21,7 +21,7 @@ from moecomm.dispatch.chunks import in_parts
 from moecomm.dispatch.drop import drop_checked
 from moecomm.dispatch.options import check_overflow
 from moecomm.errors import BadInput, TooManyRows
-from moecomm.fused import kernels, pipeline, weight_format
+from moecomm.fused import forms, kernels, pipeline, weight_format
 from moecomm.fused.activations import GatedActivation, check_activation
 from moecomm.fused.biases import check_biases
 from moecomm.fused.experts import apply_experts, say_once
@@ -32,6 +32,7 @@ from moecomm.fused.weight_format import WeightFormat, parts
 from moecomm.rounds.rounds import Rounds
 from moecomm.rounds.state import collective, several_rounds
 from moecomm.routed import Routed
+from moecomm.tuning.layers import Kind
 from moecomm.weights.copies import copies_of
 
 
@@ -59,6 +60,7 @@ def moe(
     plain = form if is_plain else None
     given: Pipeline | None = None
     routed: Routed | None = None
+    result: Any = None
     try:
         if plain is not None and (started := _started(rounds, plain, x, topk_idx, topk_weights)) is not None:
             routed, is_over = started
@@ -67,14 +69,22 @@ def moe(
             rounds.unfinished.clear()
             return _ended(rounds, plain, routed, experts, out, bias)
         more: dict[str, Any] = {"out": out, "bias": bias, "dropped": dropped, "form": form}
-        given = prepare(rounds, request, x, topk_idx, topk_weights, *experts, **more)
+        given, form = _prepared(rounds, request, x, topk_idx, topk_weights, *experts, **more, measures=True)
         observers.show(rounds, topk_idx, topk_weights)
+        if form.measured is not None:
+            rounds.turn.several = True  # other ranks wait for this one until it has measured
         routed = pipeline.start(rounds, given)
-        return pipeline.finish(rounds, given, routed, wait=waits)
+        result = pipeline.finish(rounds, given, routed, wait=waits or form.measured is not None)
+        if form.measured is None:
+            return result
     except TooManyRows as error:
         if routed is None or not (waits and dispatch.is_of(routed, error)):
             raise
     del given, routed  # frees their memory in the window
+    if result is not None:
+        assert form is not None and form.measured is not None
+        several_rounds(rounds, partial(_measure, rounds, request, form.measured, form.guess, experts))
+        return result
     (x, back), ids = as_tensor("x", x), as_tensor("topk_idx", topk_idx)[0]
     weights = None if topk_weights is None else as_tensor("topk_weights", topk_weights)[0]
     found, shape = torch.empty_like(x), tuple(x.shape)
@@ -159,18 +169,40 @@ def prepare(
     bias: Any = None,
     dropped: Any = None,
     first_token: int | None = None,
-    form: _Form | None = None,
 ) -> Pipeline:
     """Check the arguments of moe() and return the pipeline to run.  Weights are checked before any rank sends a row.
 
-    `first_token`: see moecomm.dispatch.prepare.  `form`: see _known().
+    `first_token`: see moecomm.dispatch.prepare.
     """
+    given = (x, topk_idx, topk_weights, w13, w2, w13_bias, w2_bias)
+    return _prepared(rounds, request, *given, out=out, bias=bias, dropped=dropped, first_token=first_token)[0]
+
+
+def _prepared(
+    rounds: Rounds,
+    request: Request,
+    x: Any,
+    topk_idx: Any,
+    topk_weights: Any,
+    w13: Any,
+    w2: Any,
+    w13_bias: Any = None,
+    w2_bias: Any = None,
+    *,
+    out: Any = None,
+    bias: Any = None,
+    dropped: Any = None,
+    first_token: int | None = None,
+    form: _Form | None = None,
+    measures: bool = False,
+) -> tuple[Pipeline, _Form]:
+    """Return what prepare() does, and the form of the layer.  `form`: see _known().  `measures`: see _checked()."""
     rounds.require_usable()
     refuse_gradients(x=x, topk_weights=topk_weights, w13=w13, w2=w2, bias=bias, w13_bias=w13_bias, w2_bias=w2_bias)
     options, back = request.options, None
     experts: _Experts = (w13, w2, w13_bias, w2_bias)
     if form is None and (form := _known(rounds, request, x, bias, experts)) is None:
-        form, x, experts, back = _checked(rounds, request, x, bias, experts)
+        form, x, experts, back = _checked(rounds, request, x, bias, experts, measures)
     w13, w2, *biases = experts
     drops = options.overflow is not None or dropped is not None
     count = _check_overflow(rounds, options, dropped) if drops else None
@@ -187,7 +219,7 @@ def prepare(
     if form.runs_fused:
         if out is not None:
             note_written("out", out)
-        return Fused(
+        fused = Fused(
             rounds,
             x,
             topk_idx,
@@ -206,6 +238,7 @@ def prepare(
             request=dispatching,
             others=others,
         )
+        return fused, form
 
     def computed(routed: Routed) -> torch.Tensor:
         return _computed(rounds, form, experts, *routed.plan.layer_tensors(routed))
@@ -213,7 +246,7 @@ def prepare(
     if form.weights.casts:
         x, others["scales"] = _cast(form, x)
     call = DispatchCall(dispatching, (x, topk_idx, topk_weights), {"max_rows": options.max_rows, **others})
-    return Unfused(rounds, call, form.combining, {"out": out, "bias": bias}, computed, back)
+    return Unfused(rounds, call, form.combining, {"out": out, "bias": bias}, computed, back), form
 
 
 def _computed(
@@ -246,6 +279,8 @@ class _Form(NamedTuple):
 
     `dispatching`, `combining`: the requests of its two rounds; fused, the first is of row descriptors, and the second
     is not used.
+    `measured`: the kind of a layer whose forms are measured behind it; None: the form is known, or can't be measured.
+    `guess`: with it, whether the layer runs fused if nothing speaks against it.
     """
 
     weights: WeightFormat
@@ -258,6 +293,8 @@ class _Form(NamedTuple):
     runs_fused: bool
     dispatching: dispatch.Request
     combining: combine.Request
+    measured: Kind | None = None
+    guess: bool = False
 
 
 # Kept by _checked(), found by _known().
@@ -266,10 +303,10 @@ _forms: weakref.WeakKeyDictionary[Rounds, Known[_Form]] = weakref.WeakKeyDiction
 
 def _known(rounds: Rounds, request: Request, x: Any, bias: Any, experts: _Experts) -> _Form | None:
     """Return the form of a layer whose tensors and request an earlier call had, too; None: _checked() has to look."""
-    forms = _forms.get(rounds)
-    if forms is None or (key := _key(rounds, request, x, bias, experts)) is None:
+    known = _forms.get(rounds)
+    if known is None or (key := _key(rounds, request, x, bias, experts)) is None:
         return None
-    return forms.get(key)
+    return known.get(key)
 
 
 def _is_plain(rounds: Rounds, options: Options, form: _Form, x: Any, bias: Any, experts: _Experts) -> bool:
@@ -305,13 +342,17 @@ def _parts(weights: Any) -> tuple[Any, ...]:
 
 
 def _checked(
-    rounds: Rounds, request: Request, x: Any, bias: Any, experts: _Experts
+    rounds: Rounds, request: Request, x: Any, bias: Any, experts: _Experts, measures: bool = False
 ) -> tuple[_Form, torch.Tensor, _Experts, Callable[[torch.Tensor], Any] | None]:
     """Check arguments of Buffer.moe that are neither routing nor outputs.
 
+    Args:
+        rounds, request, x, bias, experts: of the layer.
+        measures: the caller measures forms behind the layer where they are not known.
+
     Returns:
-        The form of the layer, which is kept for later calls, its tensors, and what makes of a result the caller's kind
-        of arrays (None: torch's).
+        The form of the layer, which is kept for later calls unless it is a guess, its tensors, and what makes of a
+        result the caller's kind of arrays (None: torch's).
 
     Raises BadInput or Unsupported.
     """
@@ -336,11 +377,18 @@ def _checked(
     if lacks := weights.lacks_kernel(x, w2):
         say_once(weights.slow, lacks)
     why_not = partial(_why_unfused, rounds, x, weights, values, back, options)
-    runs_fused = _runs_fused(rounds, weights.tuned_as or values.dtype, asked, why_not)
+    kind = None if asked is not None or why_not() else forms.kind_of(rounds, weights, values.dtype, intermediate, len(x))
+    known = asked if kind is None else rounds.layer_forms.get(kind)
+    runs_fused = guess = _runs_fused(rounds, weights.tuned_as or values.dtype, known, why_not)
+    is_guess = kind is not None and known is None
+    measured = kind if is_guess and measures and forms.can_measure(rounds) else None
+    if measured is not None:
+        runs_fused = False
     asks, call = dispatch.Options(num_sms=options.num_sms), "moe"  # ranks compare the names: they must cast rows alike
     if not runs_fused:
         asks = asks._replace(quantize=weights.quantize, check_weights=options.check_weights)
-        call = "moe in INT8" if values.dtype is torch.int8 else call
+        call = call if measured is None else "moe that measures"
+        call = f"{call} in INT8" if values.dtype is torch.int8 else call
     elif travels := weights.travels.get(values.dtype):
         call = f"moe in {travels}"
     wire = "exact" if options.wire is None else options.wire  # the bits of a fused layer
@@ -355,10 +403,34 @@ def _checked(
         runs_fused,
         dispatch.Request(asks, call, request.layer, request.gradients, row_descriptors=runs_fused),
         combine.Request(combine.Options(wire=wire, num_sms=options.num_sms), "moe", request.layer),
+        measured,
+        guess,
     )
-    if key is not None and all(map(operator.is_, _parts(experts[0]) + _parts(experts[1]), _parts(w13) + _parts(w2))):
+    if key is not None and not is_guess and all(map(operator.is_, _parts(experts[0]) + _parts(experts[1]), _parts(w13) + _parts(w2))):
         _forms.setdefault(rounds, Known()).add(key, form)
     return form, x, (w13, w2, *biases), back
+
+
+def _measure(rounds: Rounds, request: Request, kind: Kind, guess: bool, experts: _Experts) -> None:
+    """Measure both forms of a layer with these experts, for calls from now on.  Collective.  Raises as forms.measure."""
+    options = request.options._replace(max_rows=None, overflow=None, balance=None)
+    requests = {fused: Request(options._replace(fused=fused), layer=request.layer) for fused in (False, True)}
+    batch: list[torch.Tensor] = []
+
+    def prepared(fused: bool) -> Pipeline:
+        return prepare(rounds, requests[fused], *batch, *experts)
+
+    def reserve() -> None:
+        batch.extend(forms.full_batch(rounds, kind))
+        for fused in requests:
+            prepared(fused).reserve()
+
+    def call(fused: bool) -> None:
+        layer = prepared(fused)
+        pipeline.finish(rounds, layer, pipeline.start(rounds, layer))
+
+    with torch.no_grad():
+        forms.measure(rounds, kind, guess, {fused: partial(call, fused) for fused in requests}, reserve)
 
 
 def fused_or_not(fused: Any) -> bool | None:

@@ -50,6 +50,10 @@ class Pipeline(Protocol):
     dispatch itself may wait for other ranks.
     """
 
+    def reserve(self) -> object:
+        """Take the memory of a call, as long as the result is kept.  Raises what says that there is too little."""
+        ...
+
     def publish(self) -> None:
         """Copy this rank's rows to where peers read them."""
         ...
@@ -125,6 +129,12 @@ class Unfused:
         self._routed: Routed | None = None
         self._y: torch.Tensor | None = None
         self._combining: combine.Combining | None = None
+
+    def reserve(self) -> object:
+        """Take the memory of the dispatch, and as much as the experts take."""
+        routed = self._dispatching.prepare(self._rounds)
+        rows, _, _ = routed.plan.layer_tensors(routed)
+        return routed, rows.new_empty((len(rows), 2, self._rounds.hidden), dtype=self._rounds.dtype)
 
     def publish(self) -> None:
         """Do nothing: the rows travel with the dispatch."""
@@ -239,15 +249,20 @@ class Fused:
         self._scratch = 0  # address of memory that has the layout of the plan
         self._kept: list[Any] = [x, topk_idx, topk_weights, bias]
 
-    def publish(self) -> None:
-        """Allocate memory of the layer, in the window and outside of it, and launch the publish kernel."""
-        rounds, session, args, plan = self._rounds, self._session, self._args, self._plan
-        tokens, at = max(1, args.num_tokens), plan.scratch
-        ctypes.memmove(args.ctx, session.context.address, session.context.nbytes)
+    def reserve(self) -> tuple[Any, Any, torch.Tensor]:
+        """Allocate memory in the window for published rows and for received ones, and outside of it."""
+        rounds, plan, tokens = self._rounds, self._plan, max(1, self._args.num_tokens)
         sizes = tokens * plan.pitch, tokens * rounds.topk * 2 * rounds.hidden
         published, received = map(rounds.memory.scratch, sizes)
+        return published, received, torch.empty(plan.scratch.nbytes, dtype=torch.uint8, device=rounds.device)
+
+    def publish(self) -> None:
+        """Allocate memory of the layer, in the window and outside of it, and launch the publish kernel."""
+        session, args, plan = self._session, self._args, self._plan
+        at = plan.scratch
+        ctypes.memmove(args.ctx, session.context.address, session.context.nbytes)
+        published, received, scratch = self.reserve()
         args.published, args.received = published.offset, received.offset
-        scratch = torch.empty(at.nbytes, dtype=torch.uint8, device=rounds.device)
         begin = self._scratch = args.failed = scratch.data_ptr()
         args.next_tile, args.next_row = begin + at.next_tile, begin + at.next_row
         args.fetched, args.tile_done = begin + at.fetched, begin + at.tile_done

@@ -12,7 +12,7 @@ import torch
 from moecomm.errors import BadInput, MoecommError, Timeout, Unsupported
 from moecomm.overlap.agreement import OPERATORS, WORDS, FirstCalls, compared_names
 from moecomm.overlap.sizes import Sizes
-from moecomm.tuning.measured import Clock, fastest, in_ns, time_forms
+from moecomm.tuning.measured import Call, Clock, fastest, in_ns, rounded_up, time_forms
 from moecomm.window import Window
 
 _LOOK_S = 1e-4  # between two looks at the device
@@ -93,7 +93,7 @@ class Choices:
         self._made[_key(sizes, runs)] = Choice(sizes.operator, sizes.given, compared, us, form)
         return form
 
-    def _times(self, calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    def _times(self, calls: dict[str, Call]) -> dict[str, float]:
         """Return the microseconds of each on this rank; all ranks begin each run together."""
         refusals = BadInput, Unsupported, torch.cuda.OutOfMemoryError
         return time_forms(self._clock, calls, lambda _: self._window.barrier(), self._wait, refusals)
@@ -125,9 +125,5 @@ class Choices:
 def _key(sizes: Sizes, forms: Iterable[str]) -> tuple[Any, ...]:
     """Return what a choice is found by, the same on all ranks.  It leaves out what a rank alone decides."""
     names = compared_names(sizes, None)
-    dims = [_rounded(sizes.dims[name]) if name in _ROWS else sizes.dims[name] for name in names]
+    dims = [rounded_up(sizes.dims[name]) if name in _ROWS else sizes.dims[name] for name in names]
     return OPERATORS.index(sizes.operator), sizes.given, *dims, *forms
-
-
-def _rounded(rows: int) -> int:
-    return 1 << (rows - 1).bit_length() if rows else 0

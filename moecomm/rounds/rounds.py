@@ -22,6 +22,7 @@ from moecomm.rounds.memory import WindowMemory
 from moecomm.rounds.plans import PlanCache
 from moecomm.rounds.spans import span
 from moecomm.rounds.state import RoundState, collective
+from moecomm.tuning.layers import Kind
 
 
 class Rounds(RoundState, Bound):
@@ -39,7 +40,9 @@ class Rounds(RoundState, Bound):
         identity: by which its ranks name this opening, and no other.
         ids: of experts that callers name; None: those of the rounds.
         row_tables: hashes of the rows that combines move; CPU ranks that verify rounds.
-        fused_weights: for each dtype of weights whether layers run fused by default, on which its ranks have agreed.
+        fused_weights: for each dtype of weights whether layers that have not been measured run fused by default, on
+            which its ranks have agreed.
+        layer_forms: for each tuning.layers.Kind of layers that have been measured whether they do, likewise.
     """
 
     why: str
@@ -53,10 +56,12 @@ class Rounds(RoundState, Bound):
         ids: ExpertIds | None = None,
         row_tables: RowTables | None = None,
         fused_weights: Mapping[torch.dtype, bool] | None = None,
+        layer_forms: dict[Kind, bool] | None = None,
     ) -> None:
         super().__init__(session)
         self.ids, self.identity = ids, identity
         self.fused_weights: Mapping[torch.dtype, bool] = fused_weights or {}
+        self.layer_forms: dict[Kind, bool] = layer_forms or {}
         shape = session.context.shape
         self.settings = settings
         self.rank, self.num_ranks, self.dtype = session.context.rank, settings.ranks, settings.dtype

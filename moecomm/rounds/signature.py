@@ -38,6 +38,8 @@ DISPATCHES = (
     "verification",
     "moe in INT8",  # whose rows look like those in FP8
     "moe in INT8 in chunks",
+    "moe that measures",  # its forms behind this round, with all ranks
+    "moe that measures in INT8",
 )
 COMBINES = ("combine", "moe", "backward of dispatch", "backward of moe")
 

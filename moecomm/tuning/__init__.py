@@ -1,14 +1,15 @@
 """Choices that depend on the GPU: tables measured per GPU, shipped or written by `moecomm tune`.
 
-A table is JSON: {"gpu": name, "entries": [...], "gemms": [...], "fused_gemms": [...], "layers": [...]}, each list of
-which may be missing.
+A table is JSON: {"gpu": name, "entries": [...], "gemms": [...], "fused_gemms": [...], "layers": [...], "forms": [...]},
+each list of which may be missing.
 
 - `entries`: block counts and chunk sizes of rounds, as {op, layout, ranks, tokens, blocks, chunk_tokens}. An entry
   holds for up to `tokens` tokens of a rank; the largest entry of its kind also holds for more. Numbers of ranks that
   were not measured use the nearest one that was. The `chunk_tokens` of a combine equals that of the dispatch whose
   rows it returns.
 - `gemms`, `fused_gemms`: schedules of grouped GEMMs, and of the two GEMMs of a fused layer (moecomm/tuning/gemms.py).
-- `layers`: sizes from which on layers run fused (moecomm/tuning/layers.py).
+- `layers`: sizes from which on layers run fused, unless they have been measured (moecomm/tuning/layers.py).
+- `forms`: layers that first calls have measured, the last one at the end.  Users' tables alone have them.
 
 What a user's table lacks comes from the shipped one. Ranks may have different tables:
 
@@ -40,7 +41,7 @@ from moecomm.base.protocol import MAX_BLOCKS
 from moecomm.base.trusted_files import Access
 from moecomm.config import cache_dir
 from moecomm.tuning.gemms import Rule, Shape, first_match
-from moecomm.tuning.layers import Bounds
+from moecomm.tuning.layers import Bounds, Form, Kind
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -49,6 +50,7 @@ CHUNKS = (1, 2, 4, 8, 16, 32)
 DEFAULT_GPU = "NVIDIA H200"  # whose table holds for a GPU without one
 _FEW_TOKENS = 16  # whose pieces are fewer than the warps of all multiprocessors
 MOST_BYTES = 1 << 20  # of a user's table; shipped tables have a few thousand
+_MOST_FORMS = 512  # of a user's table: layers that first calls have measured
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ class Table:
     gemms: tuple[Rule, ...] = ()
     fused_gemms: tuple[Rule, ...] = ()
     layers: tuple[Bounds, ...] = ()
+    forms: tuple[Form, ...] = ()
 
     def __post_init__(self) -> None:
         """Raise ValueError for a rule of both GEMMs of a layer that asks for more than their rows and columns."""
@@ -174,6 +177,30 @@ def fused_from(gpu: str, dtype: str, ranks: int) -> Bounds | None:
     """
     bounds = (line for table in _tables(gpu) for line in table.layers)
     return next((line for line in bounds if (line.dtype, line.ranks) == (dtype, ranks)), None)
+
+
+def measured_forms(gpu: str) -> dict[Kind, bool]:
+    """Return the layers that first calls have measured, and whether they run fused."""
+    lines = (line for table in reversed([*_tables(gpu)]) for line in table.forms)
+    return {Kind(**line.kind): line.fused for line in lines}
+
+
+def keep_form(gpu: str, form: Form) -> None:
+    """Add a form to this user's table, in the place of an older one of its kind.
+
+    A table that is written meanwhile may be lost, and so may this line: then the layer is measured again.
+
+    Raises OSError or ValueError: the table can't be read or written, and stays as it is.
+    """
+    path = users_path(gpu)
+    try:
+        data = trusted_files.read(path, Access.READ_ONLY, MOST_BYTES)
+        found, forms = json.loads(data), parse(data).forms
+    except FileNotFoundError:
+        found, forms = {"gpu": gpu}, ()
+    others = [line for line in forms if line.kind != form.kind]
+    found["forms"] = [line.line() for line in (*others, form)][-_MOST_FORMS:]
+    trusted_files.write(path, Access.READ_ONLY, json.dumps(found, indent=1).encode())
 
 
 def _tables(gpu: str) -> Iterator[Table]:
@@ -271,7 +298,7 @@ def parse(text: str | bytes) -> Table:
         raise ValueError(f"not a table of entries: {error}") from error
 
 
-_KINDS: dict[str, Any] = {"entries": Entry, "gemms": Rule, "fused_gemms": Rule, "layers": Bounds}
+_KINDS: dict[str, Any] = {"entries": Entry, "gemms": Rule, "fused_gemms": Rule, "layers": Bounds, "forms": Form}
 
 
 def content(gpu: str, table: Table) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""Sizes from which on `Buffer.moe` runs fused by default, and how they follow from times of both forms."""
+"""Which layers `Buffer.moe` runs fused by default: those that were measured, and sizes from which on others do."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 from moecomm.tuning.gemms import DTYPES
 
@@ -63,6 +63,59 @@ class Bounds:
 
     def line(self) -> dict[str, Any]:
         """Return the bounds as JSON."""
+        return asdict(self)
+
+
+class Kind(NamedTuple):
+    """All by which layers are told apart that are measured at their first call; the same on all ranks.
+
+    Attributes:
+        version: of moecomm, whose kernels were measured.
+        backend: of the Buffer.
+        dtype: of the rows.
+        weights: their dtype, and how they are scaled where that is no matter of the dtype.
+        ranks: number of ranks.
+        experts: slots of all ranks that hold one.
+        topk, hidden, intermediate: sizes.
+        tokens: of a rank, rounded up: those of a full Buffer, or where there is one rank, those of the call.
+    """
+
+    version: str
+    backend: str
+    dtype: str
+    weights: str
+    ranks: int
+    experts: int
+    topk: int
+    hidden: int
+    intermediate: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Form:
+    """The faster form of a layer, as a first call has measured it.  Raises ValueError for a line that is none.
+
+    Attributes:
+        kind: of the layer, by name; see Kind.
+        fused: the form that ranks take.
+        us: microseconds of both forms on the slowest rank.
+    """
+
+    kind: dict[str, Any]
+    fused: bool
+    us: dict[str, float]
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(Kind)
+        kind = self.kind if isinstance(self.kind, dict) else {}
+        if kind.keys() != hints.keys() or any(type(kind[name]) is not hint for name, hint in hints.items()):
+            raise ValueError(f"kind={self.kind!r}: want {tuple(hints)}")
+        if type(self.fused) is not bool or not isinstance(self.us, dict):
+            raise ValueError(f"fused={self.fused!r}, us={self.us!r}: want true or false, and times by form")
+
+    def line(self) -> dict[str, Any]:
+        """Return the form as JSON."""
         return asdict(self)
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 _REPETITIONS, _CALLS = 5, 3  # timed runs of each form, which alternate, and calls in a run
-_HEAD_START = 1_000_000  # cycles of delay on the device, for the host to enqueue a run first
 _MARGIN = 1.02  # an earlier form is taken unless a later one is faster by more than the noise of a measurement
 NEVER = 1 << 62  # nanoseconds of a form that a rank can't run
 
@@ -20,15 +19,20 @@ Call = Callable[[], Any]
 
 
 class Clock:
-    """Times on the current stream of a GPU."""
+    """Times on the current stream of a GPU.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    Args:
+        device: the GPU.
+        head_start: cycles of delay, which the host takes to enqueue a run.
+    """
+
+    def __init__(self, device: torch.device, head_start: int = 1_000_000) -> None:
+        self._device, self._head_start = device, head_start
 
     def delay(self) -> None:
         """Delay the stream, so that the host enqueues what is timed before it begins."""
         with torch.cuda.device(self._device):
-            torch.cuda._sleep(_HEAD_START)  # type: ignore[no-untyped-call]
+            torch.cuda._sleep(self._head_start)  # type: ignore[no-untyped-call]
 
     def mark(self) -> torch.cuda.Event:
         """Enqueue a mark."""
@@ -101,3 +105,8 @@ def fastest(forms: Sequence[str], by_rank: Sequence[Sequence[int]]) -> tuple[str
     least = min(slowest.values())
     form = next(form for form, ns in slowest.items() if ns <= _MARGIN * least)
     return form, {form: ns / 1e3 for form, ns in slowest.items() if ns < NEVER}
+
+
+def rounded_up(rows: int) -> int:
+    """Return the number of rows for which calls of so many are measured: the next power of two, or 0."""
+    return 1 << (rows - 1).bit_length() if rows else 0

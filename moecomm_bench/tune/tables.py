@@ -63,7 +63,10 @@ def _table_in(path: Path) -> Table:
 
 
 def merged(older: Table, measured: Table) -> Table:
-    """Return the lines of `measured`, and those of `older` for other rounds, shapes, dtypes and numbers of ranks."""
+    """Return the lines of `measured`, and those of `older` for other rounds, shapes, dtypes and numbers of ranks.
+
+    Where layers were measured, first calls measure theirs again: forms go.
+    """
     rounds = {(e.op, e.layout, e.ranks, e.tokens): e for e in (*older.entries, *measured.entries)}
     layers = {(line.dtype, line.ranks): line for line in (*older.layers, *measured.layers)}
     return Table(
@@ -71,6 +74,7 @@ def merged(older: Table, measured: Table) -> Table:
         gemms=(*measured.gemms, *_not_in(measured.gemms, older.gemms)),
         fused_gemms=(*measured.fused_gemms, *_not_in(measured.fused_gemms, older.fused_gemms)),
         layers=tuple(layers[place] for place in sorted(layers)),
+        forms=() if measured.layers else older.forms,
     )
 
 
