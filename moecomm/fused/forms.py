@@ -60,9 +60,7 @@ def faster(gpu: str, settings: Settings) -> dict[torch.dtype, bool]:
     return found
 
 
-def agree(
-    ranks: Opening, settings: Settings, device: torch.device
-) -> tuple[dict[torch.dtype, bool], dict[Kind, bool]]:
+def agree(ranks: Opening, settings: Settings, device: torch.device) -> tuple[dict[torch.dtype, bool], dict[Kind, bool]]:
     """Return faster(), and the layers of this Buffer that have been measured, as rank 0 knows them.  Collective.
 
     Users of different hosts may have different tables, and a layer that only some ranks fuse would time out.
@@ -138,9 +136,7 @@ def full_batch(rounds: Rounds, kind: Kind) -> tuple[torch.Tensor, torch.Tensor, 
     return x, ids.to(device), torch.full((tokens, topk), 1 / topk, device=device)
 
 
-def measure(
-    rounds: Rounds, kind: Kind, guess: bool, calls: Mapping[bool, Call], reserve: Callable[[], object]
-) -> None:
+def measure(rounds: Rounds, kind: Kind, guess: bool, calls: Mapping[bool, Call], reserve: Callable[[], object]) -> None:
     """Measure the forms of a kind of layer, and take the faster one of the slowest rank from now on.  Collective.
 
     All ranks have ended the same call.  Where a full batch has no room on one of them, all take the guess.

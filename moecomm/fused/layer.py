@@ -377,7 +377,9 @@ def _checked(
     if lacks := weights.lacks_kernel(x, w2):
         say_once(weights.slow, lacks)
     why_not = partial(_why_unfused, rounds, x, weights, values, back, options)
-    kind = None if asked is not None or why_not() else forms.kind_of(rounds, weights, values.dtype, intermediate, len(x))
+    kind = (
+        None if asked is not None or why_not() else forms.kind_of(rounds, weights, values.dtype, intermediate, len(x))
+    )
     known = asked if kind is None else rounds.layer_forms.get(kind)
     runs_fused = guess = _runs_fused(rounds, weights.tuned_as or values.dtype, known, why_not)
     is_guess = kind is not None and known is None
@@ -406,19 +408,24 @@ def _checked(
         measured,
         guess,
     )
-    if key is not None and not is_guess and all(map(operator.is_, _parts(experts[0]) + _parts(experts[1]), _parts(w13) + _parts(w2))):
+    if (
+        key is not None
+        and not is_guess
+        and all(map(operator.is_, _parts(experts[0]) + _parts(experts[1]), _parts(w13) + _parts(w2)))
+    ):
         _forms.setdefault(rounds, Known()).add(key, form)
     return form, x, (w13, w2, *biases), back
 
 
 def _measure(rounds: Rounds, request: Request, kind: Kind, guess: bool, experts: _Experts) -> None:
-    """Measure both forms of a layer with these experts, for calls from now on.  Collective.  Raises as forms.measure."""
+    """Measure both forms of a layer with these experts, for later calls.  Collective.  Raises as forms.measure()."""
     options = request.options._replace(max_rows=None, overflow=None, balance=None)
     requests = {fused: Request(options._replace(fused=fused), layer=request.layer) for fused in (False, True)}
     batch: list[torch.Tensor] = []
 
     def prepared(fused: bool) -> Pipeline:
-        return prepare(rounds, requests[fused], *batch, *experts)
+        x, ids, weights = batch
+        return prepare(rounds, requests[fused], x, ids, weights, *experts)
 
     def reserve() -> None:
         batch.extend(forms.full_batch(rounds, kind))

@@ -13,13 +13,14 @@ import torch
 
 from moecomm import tuning
 from moecomm.buffer import Buffer
-from moecomm.errors import BadInput
+from moecomm.errors import BadInput, Unsupported
 from moecomm.fused import forms, layer
 from moecomm.fused.kernels import FP8
+from moecomm.ranks import messages
 from moecomm.ranks.settings import Settings
 from moecomm.router import MODELS, Model
 from moecomm.tuning import Table
-from moecomm.tuning.layers import Bounds
+from moecomm.tuning.layers import Bounds, Form, Kind
 from moecomm_bench import moe
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -113,15 +114,9 @@ def test_one_rank_is_fused_where_that_was_measured_to_be_faster() -> None:
         assert not layer._runs_fused(buffer, BF16, None, str)
 
 
-class Answers:
-    """The ranks of a Buffer that opens, as one of them sees them."""
-
-    def __init__(self, rank: int, everybody: dict[int, bytes]) -> None:
-        self.rank, self.ranks, self.in_process, self._everybody = rank, len(everybody) + 1, False, everybody
-
-    def all_gather(self, data: bytes) -> list[bytes]:
-        mine = self._everybody | {self.rank: data}
-        return [mine[rank] for rank in range(self.ranks)]
+def answers(rank: int, other: bytes) -> Any:
+    """Return the two ranks of a Buffer that opens, as one of them sees them."""
+    return SimpleNamespace(all_gather=lambda data: [data, other] if rank == 0 else [other, data])
 
 
 def test_all_ranks_do_what_the_table_of_the_first_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,15 +125,16 @@ def test_all_ranks_do_what_the_table_of_the_first_says(monkeypatch: pytest.Monke
     settings, gpu = settings_of(MODELS["deepseek-v3"], 2, 4096), torch.device("cuda", 0)
     bounds = [Bounds("bf16", 2, 1, 1, 0), Bounds("fp8", 2, 1, 1)]
     with tuning.use(Table(layers=tuple(bounds))):
-        first = forms.agree(Answers(0, {1: bytes([1, 1, 1])}), settings, gpu)
+        first = forms.agree(answers(0, b""), settings, gpu)[0]
     assert first == {BF16: False, FP16: False, FP8: True}
-    shipped = forms.agree(Answers(0, {1: bytes([0, 0, 0])}), settings, gpu)
+    shipped = forms.agree(answers(0, b""), settings, gpu)[0]
     assert shipped == {BF16: True, FP16: True, FP8: True}
-    assert forms.agree(Answers(1, {0: bytes(first.values())}), settings, gpu) == first
+    packed = messages.pack(forms.LayerForms(list(first.values()), []))
+    assert forms.agree(answers(1, packed), settings, gpu) == (first, {})
 
 
 def test_a_buffer_keeps_what_its_ranks_agreed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forms, "agree", lambda ranks, settings, device: {BF16: settings.topk == 3, FP8: False})
+    monkeypatch.setattr(forms, "agree", lambda ranks, settings, device: ({BF16: settings.topk == 3}, {}))
     sizes: dict[str, Any] = {"hidden": 64, "num_experts": 4, "max_tokens": 8, "backend": "host"}
     for topk in (3, 2):
         with Buffer("self", topk=topk, **sizes) as buffer:
@@ -148,7 +144,7 @@ def test_a_buffer_keeps_what_its_ranks_agreed_on(monkeypatch: pytest.MonkeyPatch
 
 def test_ranks_on_cpus_have_nothing_to_agree_on() -> None:
     settings = settings_of(MODELS["deepseek-v3"], 2, 4096)
-    assert forms.agree(cast(Any, None), settings, torch.device("cpu")) == {}
+    assert forms.agree(cast(Any, None), settings, torch.device("cpu")) == ({}, {})
 
 
 def test_a_users_table_replaces_the_bounds_that_it_has() -> None:
@@ -167,3 +163,51 @@ def test_forms_have_no_names() -> None:
     for wrong in ("one launch", 1, [True]):
         with pytest.raises(BadInput, match="None, True or False"):
             layer.fused_or_not(wrong)
+
+
+def kind_of(settings: Settings, **others: Any) -> Kind:
+    return Kind(**{**forms._of_buffer(settings), "weights": "bfloat16", "intermediate": 64, "tokens": 16, **others})
+
+
+SETTINGS = Settings(2, 64, 8, 2, 16, torch.bfloat16, "lsa", None)
+
+
+def test_ranks_know_what_the_table_of_the_first_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    gpu = torch.device("cuda", 0)
+    mine, larger = kind_of(SETTINGS), kind_of(SETTINGS, intermediate=128)
+    others = [kind_of(SETTINGS, **other) for other in ({"ranks": 4}, {"version": "0.0.9"}, {"backend": "gin"})]
+    for kind in (mine, larger, *others, mine):
+        tuning.keep_form("a GPU", Form(kind._asdict(), kind.intermediate == 128, {"fused": 1.0}))
+    assert len(tuning.users("a GPU").forms) == 5
+    _, known = forms.agree(answers(0, b""), SETTINGS, gpu)
+    assert known == {mine: False, larger: True}
+    first = messages.pack(forms.LayerForms([True, False, False], [(mine, True)]))
+    assert forms.agree(answers(1, first), SETTINGS, gpu) == ({BF16: True, FP16: False, FP8: False}, {mine: True})
+    with pytest.raises(Unsupported, match="LayerForms"):
+        forms.agree(answers(1, b"nothing of this kind"), SETTINGS, gpu)
+
+
+def test_a_table_keeps_all_else_and_the_last_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "_MOST_FORMS", 3)
+    path = tuning.users_path("a GPU")
+    path.write_text(json.dumps({"gpu": "a GPU", "command": "moecomm tune", "entries": []}))
+    path.chmod(0o600)
+    for tokens in range(5):
+        tuning.keep_form("a GPU", Form(kind_of(SETTINGS, tokens=tokens)._asdict(), True, {}))
+    found = json.loads(path.read_text())
+    assert found["command"] == "moecomm tune" and [line["kind"]["tokens"] for line in found["forms"]] == [2, 3, 4]
+    path.write_text("no table")
+    with pytest.raises(ValueError, match="Expecting"):
+        tuning.keep_form("a GPU", Form(kind_of(SETTINGS)._asdict(), True, {}))
+    assert path.read_text() == "no table"
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"kind": {}}, {"kind": 3}, {"kind": kind_of(SETTINGS, topk="2")._asdict()}, {"fused": 1}, {"us": 3}]
+)
+def test_lines_that_are_no_forms_are_refused(wrong: dict[str, Any]) -> None:
+    line = Form(kind_of(SETTINGS)._asdict(), True, {}).line()
+    assert tuning.parse(json.dumps({"forms": [line]})).forms[0].fused
+    with pytest.raises(ValueError, match="want"):
+        tuning.parse(json.dumps({"forms": [line | wrong]}))

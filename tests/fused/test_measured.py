@@ -1,8 +1,11 @@
-"""fused=None: the first layer of a kind measures both forms, and all ranks take one.  On CPU ranks with two forms."""
+"""fused=None: the first layer of a kind measures both forms, and all ranks take one.  On CPU ranks with two forms.
+
+What tables say of layers is in test_fused_from.py.
+"""
 
 from __future__ import annotations
 
-import json
+import itertools
 import os
 import signal
 import time
@@ -17,14 +20,13 @@ import torch
 import moecomm
 from moecomm import tuning
 from moecomm.fused import forms
-from moecomm.ranks import messages
-from moecomm.ranks.settings import Settings
 from moecomm.testing import LayerCase, random_layer
 from moecomm.tuning import Table
-from moecomm.tuning.layers import Form, Kind
+from moecomm.tuning.layers import Kind
 
 from ..backends.conftest import all_ranks, run_ranks
 from ..conftest import Ranks
+from ..few import few
 from ..live import ROOM_S
 from .two_forms import Costs, TwoForms
 
@@ -328,8 +330,9 @@ def _killed(rank: int, group: Any, moment: str, masks: bool) -> Any:
         return raised, took < ROOM_S, two.forms_of(buffer.rank), buffer.masked
 
 
-@pytest.mark.parametrize("masks", [False, True])
-@pytest.mark.parametrize("moment", ["room", "rounds", "times"])
+@pytest.mark.parametrize(
+    ("moment", "masks"), few(itertools.product(("room", "rounds", "times"), (False, True)), ("rounds", True))
+)
 def test_survivors_of_a_measurement_name_the_rank_and_go_on(computing_ranks: Ranks, moment: str, masks: bool) -> None:
     computing_ranks.start(3, _killed, moment, masks)
     found = computing_ranks.results(2)
@@ -342,71 +345,6 @@ def test_survivors_of_a_measurement_name_the_rank_and_go_on(computing_ranks: Ran
             assert raised == [(1, rank)]
     if masks:
         assert bool(found[0][0]) == bool(found[2][0]), "all raise, or none"
-
-
-def kind_of(settings: Settings, **others: Any) -> Kind:
-    return Kind(**{**forms._of_buffer(settings), "weights": "bfloat16", "intermediate": 64, "tokens": 16, **others})
-
-
-SETTINGS = Settings(2, 64, 8, 2, 16, torch.bfloat16, "lsa", None)
-
-
-class Answers:
-    """The ranks of a Buffer that opens, as one of them sees them."""
-
-    def __init__(self, rank: int, first: bytes = b"") -> None:
-        self.rank, self._first = rank, first
-
-    def all_gather(self, data: bytes) -> list[bytes]:
-        return [data, b"another"] if self.rank == 0 else [self._first, data]
-
-
-def test_ranks_know_what_the_table_of_the_first_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    gpu: Any = torch.device("cuda", 0)
-    mine, larger = kind_of(SETTINGS), kind_of(SETTINGS, intermediate=128)
-    others = [kind_of(SETTINGS, **other) for other in ({"ranks": 4}, {"version": "0.0.9"}, {"backend": "gin"})]
-    for kind in (mine, larger, *others, mine):
-        tuning.keep_form("a GPU", Form(kind._asdict(), kind.intermediate == 128, {"fused": 1.0}))
-    assert len(tuning.users("a GPU").forms) == 5
-    answers: Any = Answers(0)
-    _, known = forms.agree(answers, SETTINGS, gpu)
-    assert known == {mine: False, larger: True}
-    first = messages.pack(forms.LayerForms([True, False, False], [(mine, True)]))
-    answers = Answers(1, first)
-    assert forms.agree(answers, SETTINGS, gpu) == (
-        {torch.bfloat16: True, torch.float16: False, torch.float8_e4m3fn: False},
-        {mine: True},
-    )
-    answers = Answers(1, b"nothing of this kind")
-    with pytest.raises(moecomm.Unsupported, match="LayerForms"):
-        forms.agree(answers, SETTINGS, gpu)
-
-
-def test_a_table_keeps_all_else_and_the_last_forms(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "_MOST_FORMS", 3)
-    path = tuning.users_path("a GPU")
-    path.parent.mkdir(mode=0o700)
-    path.write_text(json.dumps({"gpu": "a GPU", "command": "moecomm tune", "entries": []}))
-    path.chmod(0o600)
-    for tokens in range(5):
-        tuning.keep_form("a GPU", Form(kind_of(SETTINGS, tokens=tokens)._asdict(), True, {}))
-    found = json.loads(path.read_text())
-    assert found["command"] == "moecomm tune" and [line["kind"]["tokens"] for line in found["forms"]] == [2, 3, 4]
-    path.write_text("no table")
-    with pytest.raises(ValueError, match="Expecting"):
-        tuning.keep_form("a GPU", Form(kind_of(SETTINGS)._asdict(), True, {}))
-    assert path.read_text() == "no table"
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"kind": {}}, {"kind": 3}, {"kind": kind_of(SETTINGS, topk="2")._asdict()}, {"fused": 1}, {"us": 3}]
-)
-def test_lines_that_are_no_forms_are_refused(wrong: dict[str, Any]) -> None:
-    line = Form(kind_of(SETTINGS)._asdict(), True, {}).line()
-    assert tuning.parse(json.dumps({"forms": [line]})).forms[0].fused
-    with pytest.raises(ValueError, match="want"):
-        tuning.parse(json.dumps({"forms": [line | wrong]}))
 
 
 @pytest.mark.parametrize(("ranks", "topk", "experts"), [(1, 2, 5), (3, 4, 12), (2, 7, 7)])
@@ -422,7 +360,7 @@ def test_a_full_batch_is_even(ranks: int, topk: int, experts: int) -> None:
             hidden=8,
             dtype=torch.bfloat16,
         )
-        x, ids, weights = forms.full_batch(rounds, kind_of(SETTINGS, tokens=64))
+        x, ids, weights = forms.full_batch(rounds, Kind("", "", "", "", ranks, experts, topk, 8, 8, 64))
         assert x.shape == (60, 8) and weights.shape == ids.shape == (60, topk)
         assert all(len(set(row)) == topk for row in ids.tolist())
         counts = torch.bincount(ids.flatten(), minlength=experts)
