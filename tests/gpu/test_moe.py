@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from moecomm.testing import LayerCase, LocalBuffers, random_layer
 from moecomm.testing.prepare import prepare_moe
 from moecomm.tuning import Table
 from moecomm.tuning.layers import Bounds, never
+from moecomm.tuning.measured import Clock, time_forms
 
 from ..conftest import GPU_COUNTS, Ranks, share_cores
 from .layers import check_replays, checked, compile_all, copy_into
@@ -394,3 +396,40 @@ def replayed(rank: int, group: Any, sizes: dict[str, Any], fused: bool, fp8: boo
 @pytest.mark.parametrize("fused", FUSED, ids=NAMES.get)
 def test_a_graph_replays_with_other_routing_on_gpus(gpu_ranks: Ranks, fused: bool, count: int) -> None:
     assert gpu_ranks.run(count, replayed, SIZES[3] | {"ranks": count}, fused) == ["right"] * count
+
+
+def default_form(rank: int, group: Any, tokens: int) -> tuple[bool, dict[str, float]]:
+    """Return whether layers run fused by default, as the first call has measured, and the time of each form."""
+    ranks, hidden, inner, local, topk = group.size(), 2048, 1024, 16, 4
+    sizes = {"hidden": hidden, "num_experts": local * ranks, "topk": topk, "max_tokens": tokens}
+    g = torch.Generator("cuda").manual_seed(rank)
+    drawn: dict[str, Any] = {"generator": g, "device": "cuda"}
+    x = torch.randn(tokens, hidden, **drawn).bfloat16()
+    ids = torch.rand(tokens, local * ranks, **drawn).topk(topk, dim=1).indices
+    w13, w2 = (torch.randn(local, *of, **drawn).bfloat16() / 64 for of in ((2 * inner, hidden), (hidden, inner)))
+    with moecomm.Buffer(group, **sizes, backend="lsa") as buffer:
+        buffer.rounds.layer_forms.clear()  # those of earlier runs
+        layer = partial(buffer.moe, x, ids, torch.rand(tokens, topk, **drawn), w13, w2)
+        want = layer(fused=False)
+        assert all(same_bits(layer(), want) for _ in range(3))
+        (form,) = buffer.rounds.layer_forms.values()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = layer()
+        graph.replay()
+        buffer.check()
+        assert same_bits(out, want)
+        both = {name: partial(layer, fused=fused) for fused, name in NAMES.items()}
+        clock = Clock(buffer.device, head_start=4_000_000)
+        return form, time_forms(clock, both, lambda call: call(), lambda mark: buffer.check())
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.gpu1), *GPU_COUNTS])
+@pytest.mark.parametrize("tokens", [16, 2048])
+def test_all_ranks_take_the_faster_of_fused_and_unfused(gpu_ranks: Ranks, count: int, tokens: int) -> None:
+    """Within the noise of two measurements."""
+    found = gpu_ranks.run(count, default_form, tokens)
+    assert len({form for form, _ in found}) == 1
+    us = {fused: max(times[name] for _, times in found) for fused, name in NAMES.items()}
+    assert us[found[0][0]] <= 1.1 * min(us.values()), us
