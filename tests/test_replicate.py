@@ -6,14 +6,14 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import moecomm
-from moecomm import ExpertWeights, Placement, ops
+from moecomm import ExpertWeights, Placement, formats, ops
 from moecomm.base.placement import NONE, replicated
 from moecomm.base.replicas import copies, shares
 from moecomm.errors import Aborted, BadInput, Mismatch, PeerLost, Timeout, Unsupported
@@ -218,14 +218,26 @@ def test_gradients_are_sums_in_the_order_of_slots(seed: int) -> None:
                 assert torch.equal(mine[slot], total), (rank, slot, nth)
 
 
-def test_weights_in_fp8() -> None:
+def in_mxfp4(w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    values, scales = formats.quantize(w.flatten(0, 1), "mxfp4")
+    assert scales is not None and scales.dtype is torch.float8_e8m0fnu
+    return values.view(*w.shape[:2], -1), scales.view(*w.shape[:2], -1)
+
+
+def as_bytes(part: torch.Tensor) -> torch.Tensor:
+    """Return it in a dtype that torch can index."""
+    return part.view(torch.uint8) if part.itemsize == 1 else part
+
+
+@pytest.mark.parametrize("quantized", [quantize_weights, in_mxfp4])
+def test_quantized_weights(quantized: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]) -> None:
     """Scales are copied, too."""
     hidden, inner = 128, 128
     sizes = {**FLOAT, "hidden": hidden, "dtype": torch.bfloat16}
     g = torch.Generator().manual_seed(1)
     whole = {
-        "w13": quantize_weights(torch.randn(EXPERTS, 2 * inner, hidden, generator=g) / 8),
-        "w2": quantize_weights(torch.randn(EXPERTS, hidden, inner, generator=g) / 8),
+        "w13": quantized(torch.randn(EXPERTS, 2 * inner, hidden, generator=g) / 8),
+        "w2": quantized(torch.randn(EXPERTS, hidden, inner, generator=g) / 8),
     }
 
     def body(group: Any) -> torch.Tensor:
@@ -240,7 +252,7 @@ def test_weights_in_fp8() -> None:
             held = torch.tensor(list(buffer.local_experts))
             for name, pair in whole.items():
                 for at, part in zip(("", " scales"), pair, strict=True):
-                    weights[name + at][held >= 0] = part[held[held >= 0]]
+                    as_bytes(weights[name + at])[held >= 0] = as_bytes(part)[held[held >= 0]]
             pairs = [(weights[name], weights[f"{name} scales"]) for name in whole]
             out = buffer.moe(x, ids, None, *pairs, balance="replicate")
             assert int((buffer.stats().rows_per_expert > 0).sum()) > 0

@@ -25,11 +25,18 @@ def as_weights(argument: str, given: Any) -> Any:
         if packed.data.dtype is NVFP4.values:
             return packed
     operand = as_operand(argument, given)
-    if isinstance(operand, Fp8):
-        for of in (CHANNELS, MXFP4):
-            if operand.data.dtype is of.values:
-                return of.kind(*operand)
-    return operand
+    if isinstance(operand, Fp8) and operand.data.dtype is CHANNELS.values:
+        return CHANNELS.kind(*operand)
+    return as_packed(operand)
+
+
+def as_packed(w: Any) -> Any:
+    """Return a tuple of tensors as Mxfp4 or Nvfp4 if its length and the dtype of its values say so, else as it is."""
+    if type(w) in (tuple, Fp8) and len(w) > 1 and getattr(w[0], "dtype", None) is MXFP4.values:
+        for of in (MXFP4, NVFP4):
+            if len(w) == len(of.kind._fields):
+                return of.kind(*w)
+    return w
 
 
 def format_of(w: Any) -> WeightFormat:

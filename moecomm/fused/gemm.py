@@ -17,7 +17,7 @@ from moecomm.base.validation import check_integer
 from moecomm.errors import Unsupported
 from moecomm.fused import kernels, reference, schedules, tensor_maps
 from moecomm.fused.activations import SWIGLU, GatedActivation, check_activation
-from moecomm.fused.formats import format_of
+from moecomm.fused.formats import as_packed, format_of
 from moecomm.fused.fp4 import NVFP4, Fp4
 from moecomm.fused.fp8 import Fp8, Operand
 from moecomm.fused.operands import Operands, check_counts, check_operands, result
@@ -109,8 +109,8 @@ def grouped_gemm(
             `[E, ceil(N / 128), ceil(K / 128)]`, one for 128 rows (in the row order of w) and 128 columns; see
             `moecomm.fused.quantize_weights`.  Or with scales of channels, `[E, N]` (in the row order of w), or of
             matrices, `[E]`; these also of int8 values.  See `moecomm.fused.quantize_channels`.  Or an `Mxfp4` or
-            `Nvfp4`, beside bfloat16 rows: the bits of the bfloat16 weights that it stands for.  `Nvfp4` is widened to
-            these weights in every call.
+            `Nvfp4` (or any tuple alike), beside bfloat16 rows: the bits of the bfloat16 weights that it stands for.
+            `Nvfp4` is widened to these weights in every call.
         tokens_per_expert: int32 `[E]`, on the device of x and read there: rows of each expert, valid ones first.  On
             CPUs, counts that are negative or exceed the rows are bad input; on GPUs such groups are cut.
         alignment: layout "expert": each expert's rows begin at a multiple of it, `expert_alignment` of the dispatch.
@@ -146,6 +146,7 @@ def grouped_gemm(
     key = _key_of(x, w, tokens_per_expert, bias, out, (*options, expected_rows, schedule))
     if key is not None and (known := _known.get(key)) is not None:
         return known.run(x, w, tokens_per_expert, bias, out)
+    w = as_packed(w)
     if (of := format_of(w)) is NVFP4:  # no kernel reads it
         of.check_parts("w", w)
         of, w = PLAIN, of.widen(w)

@@ -28,7 +28,10 @@ from moecomm.weights.exchange import Exchange, Kind, compare, shown
 from moecomm.window.pace import PAUSE, Pace
 
 _RATES = 1e-3, 1e6  # GB/s
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.uint8, torch.int8, torch.int32, torch.float8_e4m3fn)
+_DTYPES = (
+    *(torch.bfloat16, torch.float16, torch.float32, torch.uint8, torch.int8, torch.int32),
+    *(torch.float8_e4m3fn, torch.float8_e8m0fnu),
+)
 
 
 class Buffer(Protocol):

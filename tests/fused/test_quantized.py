@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from fractions import Fraction
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -256,8 +256,11 @@ def test_exponents_may_be_bytes_or_e8m0() -> None:
     assert scales is not None
     pair = data.view(2, 16, 32), scales.view(2, 16, 2)
     w, x = Mxfp4(*pair), torch.randn(9, 64).bfloat16()
-    of_bytes = Mxfp4(w.data, w.scales.view(torch.uint8))
-    assert torch.equal(grouped_gemm(x, w, counts_of((4, 5))), grouped_gemm(x, of_bytes, counts_of((4, 5))))
+    want = grouped_gemm(x, w, counts_of((4, 5)))
+    of_bytes = w.data, w.scales.view(torch.uint8)
+    others: list[Any] = [Mxfp4(*of_bytes), pair, Fp8(*pair), of_bytes]  # as layers take them
+    for same in others:
+        assert torch.equal(grouped_gemm(x, same, counts_of((4, 5))), want)
 
 
 def in_nvfp4(seed: int, experts: int, rows: int, columns: int, factors: tuple[int, ...]) -> tuple[Nvfp4, torch.Tensor]:
@@ -283,6 +286,7 @@ def test_a_grouped_gemm_of_nvfp4_is_within_its_bound() -> None:
     x = torch.randn(9, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     found = grouped_gemm(x, w, counts_of((4, 5)))
     assert torch.equal(found, grouped_gemm(x, dequantize(w), counts_of((4, 5))))
+    assert torch.equal(found, grouped_gemm(x, cast(Any, tuple(w)), counts_of((4, 5))))
     for expert, rows in enumerate((slice(4), slice(4, 9))):
         want = x[rows].double() @ exact[expert].T
         sizes = x[rows].double().abs() @ exact[expert].abs().T
