@@ -288,7 +288,8 @@ class Buffer(Bound):
         """Run every token through its experts: dispatch, two GEMMs, combine.  Collective; on the current stream.
 
         On GPUs nothing waits for the host, unless `overflow="chunks"`, and a captured graph replays with any routing.
-        The first call of a kind compiles its kernels, so it can't be captured.
+        The first call of a kind compiles its kernels, so it can't be captured.  With `fused=None` it also waits, and
+        measures which form is the faster one.
 
         Both GEMMs add in float32, in an order that depends on nothing but their sizes, then biases, and activate the
         sums.  The result and each expert's row are rounded once to the Buffer's dtype.  Combine multiplies rows by the

@@ -22,8 +22,8 @@ class Options(NamedTuple):
         num_sms, check_weights: see dispatch(); blocks of both rounds.
         fused: True: rows travel while the experts compute.  It needs a Hopper GPU, one domain, no `wire` but "rows"
             and no `check_weights`; else the layer runs unfused, after one warning.  False: rows travel before and
-            after.  None: the faster of the two by rank 0's tuning table (docs/tuning.md).  The same on all
-            ranks; the bits are the same.
+            after.  None: the faster of the two, which the first call of a kind measures, outside of captures: the host
+            waits, on all ranks (docs/tuning.md).  The same on all ranks; the bits are the same.
         overflow: as in dispatch().  "chunks", not in a capture: the host waits for the dispatch, and sums have the
             bits of one round of moecomm's GEMMs.  "drop": `dropped` counts; combine does not scale the remaining
             weights.  None: on CPUs without `max_rows` "chunks", else "error".
