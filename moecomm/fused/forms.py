@@ -168,7 +168,7 @@ def measure(rounds: Rounds, kind: Kind, guess: bool, calls: Mapping[bool, Call],
     form, us = fastest(tuple(forms), [_TIMES.unpack(data) for data in by_rank])
     rounds.layer_forms[kind] = form == _NAMES[True]
     log.info("rank %d: layers of %s run %s: %s", rounds.rank, kind, form, us)
-    if rounds.rank == 0:
+    if rounds.rank == 0 and (rounds.on_cpu or rounds.session.exclusive_gpu):  # else times say nothing of other machines
         _keep(rounds.device, Form(kind._asdict(), form == _NAMES[True], us))
 
 
