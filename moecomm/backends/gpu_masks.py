@@ -58,6 +58,15 @@ class GpuMasks:
         if peer := self._own_window().peers[rank]:  # 0: another domain, where its neighbors write the word
             self._write(peer + self._context.window.abort, _native.excluded_word(rank))
 
+    def interrupt(self, rank: int) -> None:
+        if peer := self._own_window().peers[rank]:  # 0: another domain, where its own deadline ends the wait
+            self._write(peer + self._context.window.abort, _native.aborted_word(self._context.rank))
+
+    def forget_interrupts(self) -> None:
+        offset = self._context.window.abort
+        if self._read(offset) in map(_native.aborted_word, range(self._context.shape.ranks)):
+            self._write(self._own_window().address + offset, bytes(4))
+
     def abort_others(self) -> None:
         """Write the abort word of all ranks that take part and whose memory is mapped, beside kernels that run."""
         context = self._context

@@ -207,6 +207,17 @@ class HostSession:
         self._await_end_of_round(rank)
         _native.exclude(self.context, rank)
 
+    def interrupt(self, rank: int) -> None:
+        word = self._peers.addresses[rank] + self.context.window.abort
+        if _native.read_word(word) == 0:
+            _native.store_word(word, int.from_bytes(_native.aborted_word(self.context.rank), "little"))
+
+    def forget_interrupts(self) -> None:
+        word = self._peers.addresses[self.context.rank] + self.context.window.abort
+        ranks = range(self.context.shape.ranks)
+        if _native.read_word(word).to_bytes(4, "little") in map(_native.aborted_word, ranks):
+            _native.store_word(word, 0)
+
     def _await_end_of_round(self, rank: int) -> None:
         """Wait until a rank has ended the last round of this one, has failed, or is gone; END_S at most.
 

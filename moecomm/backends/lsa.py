@@ -284,6 +284,12 @@ class LsaSession:
     def exclude(self, rank: int) -> None:
         self._masks.exclude(rank)
 
+    def interrupt(self, rank: int) -> None:
+        self._masks.interrupt(rank)
+
+    def forget_interrupts(self) -> None:
+        self._masks.forget_interrupts()
+
     def resume(self, last_round: int, masked: Collection[int], agreement: int) -> set[int]:
         return self._masks.resume(last_round, masked, agreement)
 

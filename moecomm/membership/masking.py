@@ -10,13 +10,13 @@ import logging
 import time
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 from moecomm.base.experts import experts_of
 from moecomm.base.validation import is_integer
-from moecomm.errors import BadInput, Excluded, MemoryReleased, MoecommError, PeerLost, RoundFailed, Timeout
-from moecomm.membership.meeting import GRACE_S, Meeting
+from moecomm.errors import Aborted, BadInput, Excluded, MemoryReleased, MoecommError, PeerLost, RoundFailed, Timeout
+from moecomm.membership.meeting import ALONE, GRACE_S, Meeting
 from moecomm.ranks import last_calls, messages
 from moecomm.ranks.board import Board, Part
 from moecomm.ranks.messages import Agreed, Coming, Decision, Disagreement, Lost
@@ -87,7 +87,8 @@ class Masking(Meeting):
 
     Args:
         rounds: of the Buffer.
-        call: that the ranks make.
+        call: that the ranks make; ALONE: that this rank makes, ahead of its next call.  It then interrupts the others
+            in the round of that call, so that they come, too: those of Buffers that mask by themselves.
         named: ranks to mask, whether they come or not.
         joining: ranks to take in again.
 
@@ -126,6 +127,15 @@ class Masking(Meeting):
             text = f"rank {absent[0]} did not come to unmask(), and stays masked{self._where}"
             raise kind(text, rank=rounds.rank, peer=absent[0], phase="agreement", op="unmask", round=0)
 
+    def is_called(self) -> bool:
+        """Return whether a rank that takes part waits in the next agreement, which it has begun alone."""
+        rounds = self._rounds
+        others = sorted(set(range(rounds.num_ranks)) - rounds.masked - {rounds.rank})
+        with suppress(MoecommError), self._board(rounds.attempts + 1) as board:
+            here = board.look([f"here/{rank}" for rank in others])
+            return any(data is not None and messages.unpack(data, Coming).call == ALONE for data in here)
+        return False
+
     def _hold(self) -> Decision:
         rounds = self._rounds
         if not self._joins:
@@ -154,7 +164,7 @@ class Masking(Meeting):
         rounds, coming = self._rounds, super()._coming()
         return coming._replace(
             round=rounds.session.last_round(),
-            failed=rounds.calls if rounds.repeatable else 0,
+            failed=rounds.calls + 1 if self._call == ALONE else rounds.calls if rounds.repeatable else 0,
             named=sorted(self._named),
             joining=self._joining,
         )
@@ -165,7 +175,17 @@ class Masking(Meeting):
         return self._joins and self._newest() > self._rounds.attempts - 2
 
     def _proposal(self, said: Mapping[int, Coming], waited_s: float) -> Decision | Disagreement | None:
-        return None if self._joins else super()._proposal(said, waited_s)
+        if self._joins:
+            return None
+        proposal = super()._proposal(said, waited_s)
+        if proposal is None and self._call == ALONE:
+            taking_part = set(range(self._rounds.num_ranks)) - self._rounds.masked
+            missing = taking_part - self._named - said.keys() - self._gone()
+            waiting = self._in_rounds() & missing
+            # Before the deadline, interrupt nobody while a rank may still be in an earlier round, which would fail.
+            for rank in waiting if waiting == missing or waited_s >= self._timeout_s else ():
+                self._rounds.session.interrupt(rank)
+        return proposal
 
     def _begin_anew(self, board: Board, decision: Decision) -> set[int]:
         """Reset this rank's window and wait for the others; return the ranks that are lost before all have done so.
@@ -180,13 +200,26 @@ class Masking(Meeting):
             board.decide("members", messages.pack(Lost(sorted(lost))))
         else:
             board.write(f"ready/{self._rounds.rank}", b"1")
+        lost = self._lost_before(board, "members", "ready", members)
+        if not lost and decision.call == ALONE:
+            # Until it was ready, a rank that has begun this agreement alone may have interrupted one that had resumed.
+            self._rounds.session.forget_interrupts()
+            board.write(f"calm/{self._rounds.rank}", b"1")
+            lost = self._lost_before(board, "all calm", "calm", members)
+        return lost
+
+    def _lost_before(self, board: Board, key: str, word: str, members: Collection[int]) -> set[int]:
+        """Wait until all members have written a word; return those that are lost before, alike on all ranks.
+
+        `key`: under which ranks decide that.
+        """
         begin = time.monotonic()
-        while (went := board.read(["members"])) is None:
-            missing = {rank for rank in members if board.read([f"ready/{rank}"]) is None}
+        while (went := board.read([key])) is None:
+            missing = {rank for rank in members if board.read([f"{word}/{rank}"]) is None}
             waited = time.monotonic() - begin
             lost = missing if waited >= self._timeout_s else missing & self._gone()
             if lost or not missing:
-                went = [board.decide("members", messages.pack(Lost(sorted(lost))))]
+                went = [board.decide(key, messages.pack(Lost(sorted(lost))))]
                 break
             board.wait(min(self._timeout_s - waited, GRACE_S))
         return set(messages.unpack(went[0], Lost).ranks)
@@ -225,11 +258,16 @@ class Masking(Meeting):
 def _recover(rounds: Rounds, error: RoundFailed) -> None:
     """Mask the ranks that a failed round has lost: on_timeout="mask".  Takes note of that in the error.
 
+    After Aborted, only come to an agreement that another rank has begun alone.
+
     Raises:
         Excluded: the others go on without this rank.
     """
     try:
-        decision = Masking(rounds, "mask()").hold()
+        masking = Masking(rounds, "mask()")
+        if isinstance(error, Aborted) and not masking.is_called():
+            return
+        decision = masking.hold()
     except Excluded as excluded:
         raise excluded from error
     except MoecommError as other:  # the Buffer stays failed

@@ -32,6 +32,8 @@ _KEPT = 4  # agreements whose words a rank keeps: others may still read them
 GRACE_S = 0.05
 COMES_S = 1.0  # for a rank whose round has failed
 
+ALONE = "mask() of one rank"  # an agreement that a rank begins alone: see moecomm.membership.pending
+
 
 class Shrunk(NamedTuple):
     """Ranks that go on after Buffer.shrink(), and those that do not, by their numbers before.
@@ -261,7 +263,7 @@ class Meeting:
     def _forget(self, pages: Pages) -> None:
         """Remove this rank's words of old agreements from its page."""
         rank, old = self._rounds.rank, self._rounds.attempts - _KEPT
-        pages.erase([f"{old - 1}/here/{rank}", f"{old}/ready/{rank}"])
+        pages.erase([f"{old - 1}/here/{rank}", f"{old}/ready/{rank}", f"{old}/calm/{rank}"])
 
     def _gone(self) -> set[int]:
         """Return the ranks whose process has ended, or that have closed the Buffer."""
@@ -287,7 +289,7 @@ class Meeting:
 
 def _kind(call: str) -> str:
     """Return the kind of agreement of a call.  mask() and unmask() come to one: each may find what the other wants."""
-    return "mask()" if call == "unmask()" else call
+    return "mask()" if call in ("unmask()", ALONE) else call
 
 
 def _wanted(rounds: Rounds, said: Mapping[int, Coming]) -> set[int]:
@@ -303,9 +305,10 @@ def _wanted(rounds: Rounds, said: Mapping[int, Coming]) -> set[int]:
 
 
 def _decision(call: str, here: Mapping[int, Coming]) -> Decision:
-    failed = {coming.failed for coming in here.values()}
+    failed = {coming.failed for rank, coming in here.items() if rank not in coming.joining}
     # A round may have begun after the last that has ended; no rank has seen the one after that.
     last = max([coming.round for coming in here.values()], default=0)  # nobody is left if this rank has named itself
+    call = ALONE if any(coming.call == ALONE for coming in here.values()) else call
     return Decision(call, list(here), last + 2, len(failed) == 1 and 0 not in failed)
 
 

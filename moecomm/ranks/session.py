@@ -46,6 +46,14 @@ class Maskable(Protocol):
         """Let a rank's waits end, and its rounds fail, until it resumes; it passes that on to nobody."""
         ...
 
+    def interrupt(self, rank: int) -> None:
+        """End the round that a rank has begun and in which it waits for this one; it raises Aborted."""
+        ...
+
+    def forget_interrupts(self) -> None:
+        """Forget that others have interrupted this rank.  Called when no rank is in a round."""
+        ...
+
     def resume(self, last_round: int, masked: Collection[int], agreement: int) -> set[int]:
         """Go on after this round without the masked ranks.  Forget the failure, and what failed rounds have left.
 

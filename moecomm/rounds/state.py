@@ -18,7 +18,6 @@ from moecomm.errors import (
     Mismatch,
     MoecommError,
     OutOfStep,
-    PeerLost,
     RoundFailed,
     Timeout,
 )
@@ -226,7 +225,7 @@ class RoundState:
 
     def _recovered(self, error: MoecommError) -> MoecommError:
         """Mask the ranks that are lost, if that is wanted and can be done now; return the error."""
-        if self.recover is not None and isinstance(error, (Timeout, PeerLost)) and not self._session.capturing():
+        if self.recover is not None and isinstance(error, RoundFailed) and not self._session.capturing():
             recover, self.recover = self.recover, None  # it looks for failures itself
             try:
                 recover(error)

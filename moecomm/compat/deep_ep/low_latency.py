@@ -82,14 +82,18 @@ class LowLatencyHandle(LazyTuple):
 
 
 class LowLatency(OverPool):
-    """The low-latency half of Buffer.  Calls that change masks are collective, other than deep_ep's."""
+    """The low-latency half of Buffer.
+
+    With `enable_shrink`, a rank alone changes its masks: see PendingMasks.  Else all ranks that stay make such a call.
+    """
 
     group_size: int
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Mask a rank, or take it in again.  All ranks that stay make this call; to unmask, that rank as well.
+        """Mask a rank, or take it in again: that rank then makes this call, too.
 
         Raises:
+            BadInput: this rank is to be masked.
             Unsupported: masking before the first low-latency call, whose sizes are not known; see Buffer.mask.
         """
         check_integer("rank_to_mask", rank_to_mask, 0, self.group_size - 1)
@@ -97,19 +101,25 @@ class LowLatency(OverPool):
         opened = self._pool.low_latency()
         if mask and not opened:
             raise Unsupported("low_latency_update_mask_buffer(mask=True) before the first low-latency call")
-        for buffer in opened:
+        if mask and rank_to_mask == self._pool.ranks.rank:
+            raise BadInput("rank_to_mask", f"this rank, {rank_to_mask}", "another one")
+        for masks in self._pool.pending.values():
+            masks.want(rank_to_mask, mask)
+        for buffer in () if self._pool.masks else opened:
             if mask != is_masked(buffer.rounds, rank_to_mask):
                 change = buffer.mask if mask else buffer.unmask
                 change([rank_to_mask])
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
         """Write 1 for each masked rank, and 0 for others."""
-        masked = {rank for buffer in self._pool.low_latency() for rank in buffer.masked}
+        masked = self._pool.masked()
         write_mask(mask_status, [rank in masked for rank in range(self.group_size)])
 
     def low_latency_clean_mask_buffer(self) -> None:
-        """Take all masked ranks in again.  All ranks make this call."""
-        for buffer in self._pool.low_latency():
+        """Take all masked ranks in again, of which each makes this call."""
+        for masks in self._pool.pending.values():
+            masks.want_all()
+        for buffer in () if self._pool.masks else self._pool.low_latency():
             # A rank's own list lacks the rank itself.
             own = {buffer.rank} if is_masked(buffer.rounds, buffer.rank) else set()
             if joining := own.union(buffer.masked):
@@ -126,6 +136,7 @@ class LowLatency(OverPool):
             if (buffer.max_tokens, buffer.hidden) == (num_max_dispatch_tokens_per_rank, hidden):
                 none = torch.empty((0, hidden), dtype=buffer.dtype, device=buffer.device)
                 ids = torch.empty((0, buffer.topk), dtype=torch.int64, device=buffer.device)
+                self._pool.agree(buffer)
                 buffer.dispatch(none, ids, layout="batched", max_rows=1, sync=True)
 
     @counted_by_pool
@@ -209,6 +220,8 @@ class LowLatency(OverPool):
             pool.calls.begin(rounds)
             if pool.receiving:
                 pool.receive(buffer)
+            if pool.pending:
+                pool.agree(buffer)
             if cost is not None:
                 cost.before(rounds, "dispatch")
             ids = topk_idx if rounds.ids is None and rounds.live is None else rounds.own_ids(topk_idx)  # -1: masked
@@ -402,6 +415,7 @@ def _send_weights(pool: Pool, native: Handle, topk_idx: torch.Tensor, topk_weigh
     sizes = (_WEIGHTS_HIDDEN, rounds.named_experts, rounds.topk, rounds.max_tokens, torch.bfloat16)
     small = pool.batched(rounds.device, *sizes, rounds.placement)
     rows = torch.empty((native.num_tokens, _WEIGHTS_HIDDEN), dtype=torch.bfloat16, device=rounds.device)
+    pool.agree(small)
     pool.calls.begin(small.rounds)
     weights = small.dispatch(rows, topk_idx, topk_weights, layout="batched", sync=False).row_weights
     assert weights is not None

@@ -27,6 +27,7 @@ from moecomm.compat.deep_ep.room import Room, batched_room, room_for
 from moecomm.dispatch import dispatch
 from moecomm.dispatch.options import Gradients, Options, Request, check_num_sms
 from moecomm.errors import BadInput, Closed, Mismatch, Unsupported
+from moecomm.membership.pending import PendingMasks
 from moecomm.ranks.group import Group
 from moecomm.ranks.rendezvous import rendezvous
 from moecomm.ranks.settings import MAX_FLAT_ROWS, Settings
@@ -51,7 +52,8 @@ class _Handle(Protocol):
 
 class Pool:
     """Opens and keeps moecomm.Buffers of a group.  `num_bytes`: the least window of one with normal rounds;
-    `masks`: low-latency rounds mask ranks that are lost; `method`: that makes rounds which are not low-latency ones;
+    `masks`: low-latency rounds mask ranks that are lost, and a rank alone may change its masks; `round_s`: how long they
+    wait for a peer, else `timeout_s`; `method`: that makes rounds which are not low-latency ones;
     `uneven`: in low-latency and normal rounds, ranks may have different numbers of experts.
     """
 
@@ -65,6 +67,7 @@ class Pool:
         masks: bool = False,
         method: str = "Buffer.dispatch",
         uneven: bool = False,
+        round_s: float | None = None,
     ) -> None:
         self.ranks: Group = rendezvous(group)
         self.closed = False
@@ -76,6 +79,8 @@ class Pool:
         self._by_sizes: dict[tuple[Any, ...], Buffer] = {}
         self.calls, self._method = Calls(self.ranks, timeout_s, self.close, compared=not masks), method
         self.opened: dict[Rounds, Buffer] = {}  # all of them: handles of one that was too small stay good
+        self._round_s = timeout_s if round_s is None else round_s
+        self.pending: dict[Rounds, PendingMasks] = {}  # of low-latency rounds, with `masks`
         self.kinds: dict[tuple[Any, ...], Any] = {}  # what repeated calls need, by their sizes and options
 
     def require_open(self) -> None:
@@ -94,6 +99,7 @@ class Pool:
         self._by_sizes.clear()
         self.kinds.clear()
         self.receiving.clear()
+        self.pending.clear()
 
     def release_memory(self) -> None:
         """Give the memory of outputs back until restore(): Buffer.release_memory() of each Buffer.  Collective."""
@@ -209,6 +215,17 @@ class Pool:
         """Return the Buffers for low-latency rounds."""
         return [buffer for key, buffer in self._by_sizes.items() if key[0] == "batched"]
 
+    def masked(self) -> set[int]:
+        """Return the ranks that are masked in low-latency rounds, in this rank's view."""
+        if self.masks:
+            return set().union(*(masks.view() for masks in self.pending.values()))
+        return set().union(*(buffer.masked for buffer in self.low_latency()))
+
+    def agree(self, buffer: Buffer) -> None:
+        """Agree on pending masks, ahead of a dispatch.  Raises as PendingMasks.agree()."""
+        if self.pending:
+            self.pending[buffer.rounds].agree()
+
     def elastic(
         self,
         device: torch.device,
@@ -273,7 +290,7 @@ class Pool:
             dtype=settings.dtype,
             backend="host" if device.type == "cpu" else "auto",
             device=device,
-            timeout_s=self._timeout_s,
+            timeout_s=self._round_s if on_timeout == "mask" else self._timeout_s,
             window_bytes=-(-window_bytes // 4096) * 4096,
             capacity_factor=settings.capacity_factor,
             on_timeout=on_timeout,
@@ -285,6 +302,8 @@ class Pool:
         else:
             buffer = open_one(self.ranks)
         self.opened[buffer.rounds] = buffer
+        if on_timeout == "mask":
+            self.pending[buffer.rounds] = PendingMasks(buffer.rounds)
         self.calls.opened(buffer.rounds)
         return buffer
 
@@ -316,7 +335,7 @@ class Pool:
             Unsupported: a rank is masked, which would have to come.
             As Calls.agree.
         """
-        if any(buffer.masked for buffer in self.low_latency()):
+        if self.masked():
             raise Unsupported(f"rounds of new sizes while ranks are masked{self.unless_masked}")
         sizes = {"hidden": hidden, "num_experts": num_experts, "topk": topk, "dtype": dtype, **sizes}
         shown = ", ".join(f"{name}={value}" for name, value in sizes.items() if value is not False)

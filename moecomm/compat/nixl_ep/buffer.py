@@ -19,7 +19,6 @@ from moecomm.compat.deep_ep.pool import Pool, check_dimensions, not_here, refuse
 from moecomm.compat.names import takes
 from moecomm.compat.nixl_ep.meeting import meet
 from moecomm.errors import BadInput, Closed, Unsupported
-from moecomm.membership.masking import is_masked
 
 DEFAULT_TIMEOUT_MS = 30_000
 _MEETING_S = 300.0  # a rank that is added may only be starting
@@ -51,15 +50,22 @@ class _Ranks(LowLatency):
         return self._pool.low_latency()
 
     def masked(self) -> set[int]:
-        """Return the masked ranks of those that have met."""
-        return {self.ranks[number] for buffer in self.buffers() for number in buffer.masked}
+        """Return the masked ranks of those that have met, in this rank's view."""
+        return {self.ranks[number] for number in self._pool.masked()}
 
     def mask(self, ranks: Collection[int], mask: bool) -> None:
-        """Collective among the ranks that stay."""
-        numbers = {self.ranks.index(rank) for rank in ranks}
-        for buffer in self.buffers():
-            if change := sorted(number for number in numbers if is_masked(buffer.rounds, number) != mask):
-                (buffer.mask if mask else buffer.unmask)(change)
+        """Mask ranks, or take them in again, in this rank's view, until ranks agree on it in their next dispatch."""
+        for masks in self._pool.pending.values():
+            for rank in ranks:
+                masks.want(self.ranks.index(rank), mask)
+
+    def are_apart(self) -> bool:
+        """Return whether this rank has masked all others, of which some live."""
+        return any(masks.is_apart() for masks in self._pool.pending.values())
+
+    def have(self, handle: Any) -> bool:
+        """Return whether the handle is of a dispatch of these ranks."""
+        return isinstance(handle, LowLatencyHandle) and handle.native.rounds in self._pool.opened
 
     def ids(self, topk_idx: torch.Tensor, experts_per_rank: int) -> torch.Tensor:
         """Return the ids in the numbers of the group.  Experts of ranks that are not in it count as -1."""
@@ -128,6 +134,8 @@ class Buffer(Bound):
         self._connected: set[int] = set()
         self._standby: set[int] = set()  # connected by connect_ranks(activate=False)
         self._store_of_standby: Any = None
+        self._apart: set[int] = set()  # masked by this rank alone before the connected ranks have met
+        self._alone: _Ranks | None = None  # this rank, for rounds in which it has masked all others
         self._met: _Ranks | None = None
         self._coming: Any = None  # the store in which the connected ranks meet next; None: they have met
         self._destroyed = False
@@ -201,14 +209,16 @@ class Buffer(Bound):
             self._store_of_standby = self._store()
 
     def disconnect_ranks(self, remote_ranks: Iterable[int]) -> None:
-        """Go on without some ranks.  Collective among those that stay; ids of their experts count as -1."""
+        """Go on without some ranks, from the next dispatch on; ids of their experts count as -1."""
         named = self._checked(remote_ranks)
-        self._standby -= named
-        named &= self._connected
-        if self.rank in named:
+        if self.rank in named & self._connected:
             raise BadInput("remote_ranks", f"this rank, {self.rank}", "others: the ranks that stay call it")
+        self._standby -= named
+        self._apart -= named
+        named &= self._connected
         self._connected -= named
-        if named and self._met is not None and not self._coming and self._met.buffers():
+        if named and self._have_met() and self._connected != {self.rank}:
+            assert self._met is not None
             self._met.mask(named, True)
         elif named:
             self._coming = self._coming or self._store()
@@ -226,12 +236,16 @@ class Buffer(Bound):
         `num_experts`: no less than those of the connected ranks.
         """
         refuse("nixl_ep", dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats)
-        met, experts = self._ranks(), self._experts_per_rank
+        experts, met = self._experts_per_rank, self._ranks()
         check_dimensions("topk_idx", topk_idx, "tokens", "topk")
         if num_experts is not None:
             least = (max(self._connected) + 1) * experts
             check_integer("num_experts", num_experts, least, self.group_size * experts)
         ids = met.ids(topk_idx, experts)
+        if met is self._alone:  # shapes are those of rounds with the others
+            most = "num_max_dispatch_tokens_per_rank"
+            check_integer(most, given[most], 1)
+            given[most] *= len(self._connected) if self._met is None or self._coming else self._met.group_size
         result = met.low_latency_dispatch(topk_idx=ids, num_experts=met.group_size * experts, **given)
         result[2].given = topk_idx  # type: ignore[attr-defined]
         return result
@@ -247,7 +261,7 @@ class Buffer(Bound):
         refuse("nixl_ep", combine_wait_recv_cost_stats=combine_wait_recv_cost_stats)
         if topk_idx is getattr(handle, "given", None):
             topk_idx = handle.topk_idx
-        return self._ranks().low_latency_combine(topk_idx=topk_idx, handle=handle, **given)
+        return self._ranks_of(handle).low_latency_combine(topk_idx=topk_idx, handle=handle, **given)
 
     dispatch, combine = low_latency_dispatch, low_latency_combine
     get_dispatch_layout = staticmethod(not_here("get_dispatch_layout", _INSTEAD))
@@ -256,15 +270,18 @@ class Buffer(Bound):
 
     def get_next_combine_buffer(self, handle: Any) -> torch.Tensor:
         """`[E/R, R * Tmax, H]` in the window, for combine(zero_copy=True); the same one for one handle."""
-        return self._ranks().get_next_low_latency_combine_buffer(handle)
+        return self._ranks_of(handle).get_next_low_latency_combine_buffer(handle)
 
     def update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Mask a connected rank, or take it in again.  All ranks that stay call it; to unmask, that rank as well.
+        """Mask a connected rank, or take it in again: that rank then makes this call, too.
 
-        A rank that was connected with `activate=False` is taken in as connect_ranks() does.
+        A rank alone makes this call.  It changes what query_mask_buffer() says at once.  The ranks that stay agree on
+        it in their next dispatch, whether they have made it as well or not.  A rank that masks all others makes its
+        rounds alone until it takes one in again; nobody is told.  A rank that was connected with `activate=False` is
+        taken in as connect_ranks() does.  One that is masked before ranks have met is left out of their meeting.
 
         Raises:
-            Unsupported: masking before the first dispatch, whose sizes are not known.
+            BadInput: no connected rank, or this one is to be masked.
         """
         check_flag("mask", mask)
         named = self._checked([rank_to_mask])
@@ -273,20 +290,27 @@ class Buffer(Bound):
             return
         if not named <= self._connected:
             raise BadInput("rank_to_mask", rank_to_mask, f"a connected rank: {sorted(self._connected)}")
-        if mask and not self._ranks().buffers():
-            raise Unsupported("update_mask_buffer(mask=True) before the first dispatch: use disconnect_ranks()")
-        self._ranks().mask(named, mask)
+        if mask and self.rank in named:
+            raise BadInput("rank_to_mask", f"this rank, {self.rank}", "another one")
+        if self._have_met():
+            assert self._met is not None
+            self._met.mask(named, mask)
+        elif mask:
+            self._apart |= named
+        else:
+            self._apart -= named
 
     def query_mask_buffer(self, mask_status: torch.Tensor) -> None:
         """Write 1 for each rank that is masked or not connected, and 0 for others; int32 [most ranks]."""
-        here = self._connected - self._masked()
+        here = self._connected - self._masked() - self._apart
         write_mask(mask_status, [rank not in here for rank in range(self.group_size)])
 
     def clean_mask_buffer(self) -> None:
-        """Take all connected ranks in again that are masked.  All of them make this call."""
-        if self._met is not None and self._coming is None:
-            # This rank's window says whether it is masked itself.
-            self._ranks().mask((self._masked() | {self.rank}) & self._connected, False)
+        """Take all connected ranks in again that are masked, of which each makes this call."""
+        self._apart.clear()
+        if self._have_met():
+            assert self._met is not None
+            self._met.mask(self._connected, False)
         if self._standby:
             self._take_in(self._standby, self._store_of_standby)
 
@@ -299,13 +323,24 @@ class Buffer(Bound):
         if uses_cuda():
             torch.cuda.current_stream().synchronize()
         met = self._ranks()
-        meet(met.store, self.rank, sorted(self._connected - met.masked()), self.timeout_ms / 1e3)
+        here = self._connected - self._masked() - self._apart
+        meet(met.store, self.rank, sorted(here), self.timeout_ms / 1e3)
 
     def destroy(self) -> None:
         """Give the memory back.  Idempotent."""
         self._destroyed = True
-        if self._met is not None:
-            self._met.close()
+        for ranks in (self._met, self._alone):
+            if ranks is not None:
+                ranks.close()
+
+    def _have_met(self) -> bool:
+        """Return whether the connected ranks have met and made a dispatch."""
+        return self._met is not None and self._coming is None and bool(self._met.buffers())
+
+    def _ranks_of(self, handle: Any) -> _Ranks:
+        """Return the ranks of a handle's dispatch, else those of the next one."""
+        alone = self._alone
+        return alone if alone is not None and not self._destroyed and alone.have(handle) else self._ranks()
 
     def _ranks(self) -> _Ranks:
         if self._destroyed:
@@ -314,10 +349,28 @@ class Buffer(Bound):
             if not self._experts_per_rank:
                 raise BadInput("Buffer", "no connected ranks", "update_memory_buffers() and connect_ranks() before")
             self._take_in(set())  # this rank alone
+        others = self._connected - {self.rank}
+        met = self._met if self._coming is None else None
+        if (others and others <= self._apart) or (met is not None and met.are_apart()):
+            return self._by_itself()
+        if self._apart:  # they stand by
+            self._standby |= self._apart
+            self._store_of_standby = self._store()
+            self._connected -= self._apart
+            self._apart, self._coming = set(), self._coming or self._store()
         if self._coming is not None:
             self._meet(self._coming)
         assert self._met is not None
         return self._met
+
+    def _by_itself(self) -> _Ranks:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise Unsupported("a graph captured while all other ranks are masked: it would be of this rank alone")
+        if self._alone is None:
+            from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+            self._alone = _Ranks(HashStore(), self.rank, [self.rank], self.group_size, self.timeout_ms / 1e3, "alone")
+        return self._alone
 
     def _masked(self) -> set[int]:
         return set() if self._met is None or self._coming is not None else self._met.masked()
@@ -327,6 +380,7 @@ class Buffer(Bound):
         masked = self._masked()
         wanted = (self._connected - masked) | named | {self.rank}
         self._standby -= wanted
+        self._apart -= named
         if self._met is None or wanted != set(self._met.ranks) or named & masked or self._coming is not None:
             self._connected, self._coming = wanted, store or self._store()
 
