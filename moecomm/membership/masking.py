@@ -183,8 +183,9 @@ class Masking(Meeting):
             missing = taking_part - self._named - said.keys() - self._gone()
             waiting = self._in_rounds() & missing
             # Before the deadline, interrupt nobody while a rank may still be in an earlier round, which would fail.
-            for rank in waiting if waiting == missing or waited_s >= self._timeout_s else ():
-                self._rounds.session.interrupt(rank)
+            if (waiting == missing or waited_s >= self._timeout_s) and not self._rounds.session.excluded():
+                for rank in waiting:
+                    self._rounds.session.interrupt(rank)
         return proposal
 
     def _begin_anew(self, board: Board, decision: Decision) -> set[int]:
@@ -258,14 +259,15 @@ class Masking(Meeting):
 def _recover(rounds: Rounds, error: RoundFailed) -> None:
     """Mask the ranks that a failed round has lost: on_timeout="mask".  Takes note of that in the error.
 
-    After Aborted, only come to an agreement that another rank has begun alone.
+    After Aborted, only come to an agreement that another rank has begun alone; or where a rank that is masked now had
+    interrupted this one on the way to such an agreement, which it does not know to have ended.
 
     Raises:
         Excluded: the others go on without this rank.
     """
     try:
         masking = Masking(rounds, "mask()")
-        if isinstance(error, Aborted) and not masking.is_called():
+        if isinstance(error, Aborted) and error.peer not in rounds.masked and not masking.is_called():
             return
         decision = masking.hold()
     except Excluded as excluded:

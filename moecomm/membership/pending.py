@@ -26,12 +26,17 @@ class PendingMasks:
         self._wanted: dict[int, bool] = {}  # by rank: masked or not
 
     def want(self, rank: int, masked: bool) -> None:
-        """Mask a rank, or take it in again, in this rank's view.  Repeats change nothing; the last word counts."""
-        self._wanted[rank] = masked
+        """Mask a rank, or take it in again, in this rank's view.  Repeats change nothing; the last word counts.
+
+        This rank comes back only if it is masked now: others may mask it before its next dispatch, and mean that.
+        """
+        if rank != self._rounds.rank or self._rounds.session.excluded():
+            self._wanted[rank] = masked
 
     def want_all(self) -> None:
         """Take all ranks in again, this one as well."""
-        self._wanted = dict.fromkeys(range(self._rounds.num_ranks), False)
+        for rank in range(self._rounds.num_ranks):
+            self.want(rank, False)
 
     def view(self) -> set[int]:
         """Return the ranks that are masked in this rank's view."""
