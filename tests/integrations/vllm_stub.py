@@ -136,6 +136,7 @@ class FusedMoEPrepareAndFinalizeModular(FusedMoEPrepareAndFinalize):
 class All2AllManagerBase:
     def __init__(self, cpu_group, tcp_store_group=None) -> None:
         self.cpu_group, self.tcp_store_group = cpu_group, tcp_store_group
+        self.support_fault_tolerance = False
 
     def get_handle(self, kwargs): ...
 
@@ -149,6 +150,14 @@ class All2AllManagerBase:
         return None
 
     def combine(self, hidden_states, is_sequence_parallel=False): ...
+
+    def stage_ep_size(self): ...
+
+    def commit_ep_size(self): ...
+
+    @contextmanager
+    def mask_remote_ranks(self):
+        yield
 
     def query_active_mask(self): ...
 
@@ -251,7 +260,8 @@ class DeepEPLLAll2AllManager:
 
 
 def modules(batches: MicroBatches) -> dict[str, ModuleType]:
-    """For sys.modules."""
+    """For sys.modules.  A test sets the fields of `vllm.config.parallel`, which vLLM has in its configuration."""
+    parallel = SimpleNamespace(enable_fault_tolerance=False, all2all_backend="deepep_low_latency")
     reducers = [TopKWeightAndReduceDelegate, TopKWeightAndReduceNoOP, TopKWeightAndReduceContiguous]
     kernel = [FusedMoEActivationFormat, ExpertTokensMetadata, TopKWeightAndReduce]
     kernel += [FusedMoEPrepareAndFinalize, FusedMoEPrepareAndFinalizeModular]
@@ -274,6 +284,11 @@ def modules(batches: MicroBatches) -> dict[str, ModuleType]:
             DeepEPLLAll2AllManager=DeepEPLLAll2AllManager,
         ),
         _module(f"{communicators}.base_device_communicator", All2AllManagerBase=All2AllManagerBase),
+        _module(
+            "vllm.config",
+            parallel=parallel,
+            get_current_vllm_config=lambda: SimpleNamespace(parallel_config=parallel),
+        ),
         batches.module(),
         _module("vllm.envs", VLLM_DEEPEPLL_NVFP4_DISPATCH=False, VLLM_BATCH_INVARIANT=False),
         _module("vllm.platforms", current_platform=SimpleNamespace(is_cpu=lambda: False)),

@@ -102,15 +102,13 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         sent, options = self._cast(rows, quant_config)
         pool = self._rounds.pool
         pool.receive(buffer)  # a dispatch of another micro-batch, whose hook has not been called yet
-        routed = buffer.dispatch_begin(
-            sent.rows,
-            ids,
-            weights,
-            layout="batched",
-            scales=sent.scales,
-            num_sms=self._rounds.num_sms,
-            **options,
-        )
+        pool.agree(buffer)
+        options = {"layout": "batched", "scales": sent.scales, "num_sms": self._rounds.num_sms, **options}
+        if pool.masks and buffer.rounds.on_cpu:  # receives at once: a call that loses a rank is then over, and repeats
+            routed = buffer.dispatch(sent.rows, ids, weights, sync=False, **options)
+            self._slots.put(Sent(routed.handle, (*sent, ids, weights)))
+            return nothing, lambda: self._receive(routed, sent.dtype, quant_config)
+        routed = buffer.dispatch_begin(sent.rows, ids, weights, **options)
         self._slots.put(Sent(routed.handle, (*sent, ids, weights)))
         arrival = Arrival(buffer, routed)
         pool.receiving[id(buffer)] = arrival.receive_early
