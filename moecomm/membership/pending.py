@@ -66,12 +66,14 @@ class PendingMasks:
             return
         rounds = self._rounds
         with CollectiveCall(rounds, 0):
-            wanted, self._wanted = self._wanted, {}
+            wanted = self._wanted
             changes = {rank for rank, masked in wanted.items() if is_masked(rounds, rank) != masked}
+            named = {rank for rank in changes if wanted[rank]}
+            masking = Masking(rounds, ALONE, named, changes - named)
+            self._wanted = {}
             if not changes:
                 return
-            named = {rank for rank in changes if wanted[rank]}
-            agreed = Masking(rounds, ALONE, named, changes - named).hold()
+            agreed = masking.hold()
             if not agreed.repeats and rounds.rank not in changes:
                 text = "ranks have agreed on masks, but another one has failed in another call; the next call works"
                 raise Aborted(text, rank=rounds.rank, peer=-1, phase="agreement", op="mask", round=0)

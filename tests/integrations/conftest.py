@@ -14,12 +14,12 @@ from tests.integrations import vllm_stub as stub
 def batches(monkeypatch: pytest.MonkeyPatch) -> Iterator[stub.MicroBatches]:
     """vLLM's parts in the place of vLLM, installed or not."""
     found = stub.MicroBatches()
-    for name in [name for name in sys.modules if name.split(".")[0] in ("vllm", "deep_ep")]:
+    for name in [name for name in sys.modules if name.split(".")[0] in ("vllm", "deep_ep", "nixl_ep")]:
         monkeypatch.delitem(sys.modules, name)
     for name, module in stub.modules(found).items():
         monkeypatch.setitem(sys.modules, name, module)
     stub.forget_integration()
     yield found
-    for name in [name for name in sys.modules if name.split(".")[0] == "deep_ep"]:
+    for name in [name for name in sys.modules if name.split(".")[0] in ("deep_ep", "nixl_ep")]:
         del sys.modules[name]
     stub.forget_integration()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import moecomm
-from moecomm.compat import deep_ep
+from moecomm.compat import deep_ep, nixl_ep
 from tests.integrations import vllm_stub as stub
 
 
@@ -34,6 +34,7 @@ def test_the_place_of_deepep_is_taken_where_it_is_free_or_asked_for(
     assert (all2all.DeepEPLLAll2AllManager is not stub.DeepEPLLAll2AllManager) is taken
     assert hasattr(places, "DeepEPHTPrepareAndFinalize") is taken
     assert (sys.modules.get("deep_ep") is deep_ep) is taken  # which deepep_v2 imports
+    assert (sys.modules.get("nixl_ep") is nixl_ep) is taken
     if taken:
         group = moecomm.local_ranks(1)[0]
         for kind, name, more in (

@@ -2,16 +2,18 @@
 
 vLLM has no registry for them, so they take the place of DeepEP's, under the names of its backends: the standard format
 with `--all2all-backend deepep_high_throughput`, the batched one with `deepep_low_latency`.  vLLM calls register() as a
-plugin, in every process.  Its `deepep_v2` runs over moecomm.compat.deep_ep.  docs/vllm.md says what works.
+plugin, in every process.  Its `deepep_v2` runs over moecomm.compat.deep_ep, and its `nixl_ep`, with which it grows and
+shrinks, over moecomm.compat.nixl_ep.  docs/vllm.md says what works.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import logging
+from contextlib import suppress
 
 from moecomm import config
-from moecomm.compat import install_as_deep_ep
+from moecomm.compat import install_as_deep_ep, install_as_nixl_ep
 from moecomm.errors import Unsupported
 
 __all__ = ["register"]
@@ -31,6 +33,8 @@ def register() -> None:
     if wanted == "never" or (wanted is None and importlib.util.find_spec("deep_ep") is not None):
         return
     install_as_deep_ep(replace=wanted == "always")  # vLLM's modules look for it when they are imported
+    with suppress(Unsupported):  # another nixl_ep is installed, and nobody asked for its place
+        install_as_nixl_ep(replace=wanted == "always")
     try:
         _take_place()
     except (ImportError, Unsupported) as error:
