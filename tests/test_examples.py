@@ -39,6 +39,14 @@ def test_a_language_model_learns_the_same_on_several_ranks_and_on_one(steps: int
     assert found.stdout.splitlines()[-1] == "largest difference: 0.0"
 
 
+def test_a_server_goes_on_through_a_loss() -> None:
+    found = run_python(ROOT / "examples" / "serve_through_a_loss.py", "--steps", "60", "--lose-at", "20")
+    assert found.returncode == 0, found.stdout + found.stderr
+    lines = found.stdout.splitlines()
+    assert sum(line.endswith(": all tokens are those of a run without a loss") for line in lines) == 4
+    assert sum(line.endswith(": on 4 ranks again") for line in lines) == 3
+
+
 def curve(printed: str, ranks: int) -> tuple[list[float], str]:
     """The losses on one rank that an example prints, and its last line."""
     lines = printed.splitlines()

@@ -14,7 +14,7 @@ What deep_ep has and this has not; each raises Unsupported, or differs as it say
 | `low_latency_combine(overlap=True)`, `(src_signals=)`, `(src_signal_expect_value=)`, | nothing |
 | `(packed_recv_count=)`, `(comp_signal=)`, `(block_m=)`, `(threshold=)` of the same | nothing |
 | `low_latency_combine(use_logfmt=True)` | bfloat16 rows, added in float32 |
-| `low_latency_update_mask_buffer`, `low_latency_clean_mask_buffer` by one rank alone | ranks that stay all call |
+| `low_latency_update_mask_buffer`, `low_latency_clean_mask_buffer` by one rank alone | with `enable_shrink=True` |
 | handles taken apart, or made by hand | a handle is passed back as it is: `BadInput` for a tuple of its items |
 | `rank_prefix_matrix`: columns of other ranks | -1 |
 | `ElasticBuffer(num_cpu_bytes=)` | GPU memory only |

@@ -12,7 +12,7 @@ What NIXL-EP has and this has not; each raises Unsupported, or differs as it say
 | `Buffer(low_latency_mode=False)`, `get_dispatch_layout`, `ht_*` | `moecomm.compat.deep_ep.Buffer` |
 | `Buffer(disable_ll_nvlink=True)` | nothing |
 | `connect_ranks` by some of the ranks | all that are connected then meet in their next round |
-| `disconnect_ranks`, `update_mask_buffer`, `clean_mask_buffer` by one rank alone | ranks that stay all call |
+| a graph captured while this rank masks all others | capture before or after |
 | a call that loses a rank goes on | if all lose it in one call; else, and on GPUs, an error, and the next call works |
 | `dispatch_wait_recv_cost_stats`, `combine_wait_recv_cost_stats` | `Buffer.stats()` of moecomm |
 | `R` of shapes: the capacity | the ranks that have met last: see `connect_ranks` |

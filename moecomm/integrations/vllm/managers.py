@@ -12,8 +12,9 @@ from vllm.distributed.device_communicators.base_device_communicator import All2A
 
 from moecomm.base.validation import check_integer
 from moecomm.compat.deep_ep.pool import Pool
-from moecomm.errors import BadInput, Unsupported
+from moecomm.errors import BadInput, Excluded, RoundFailed, Unsupported
 from moecomm.ranks.opening import gather
+from moecomm.rounds.state import CollectiveCall
 
 # Ranks drift apart by whatever one of them does alone: loading weights, compiling kernels.
 _TIMEOUT_S = 600.0
@@ -155,9 +156,14 @@ class BatchedManager(_VllmManager):
             As PendingMasks.agree().
         """
         pool = self._masking("query_fault")
+        failed = False
         for buffer in pool.low_latency():
             pool.agree(buffer)
-        failed = any(buffer.rounds.failed or buffer.rounds.unraised() for buffer in pool.low_latency())
+            try:
+                with CollectiveCall(buffer.rounds, 0):
+                    buffer.rounds.raise_failure()  # masks ranks that are lost
+            except (RoundFailed, Excluded):
+                failed = True
         return torch.tensor(failed or pool.masked() != self._known)
 
     def update_mask(self, rank: int, masked: bool = True) -> None:
