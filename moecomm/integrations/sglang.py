@@ -11,6 +11,7 @@ import sys
 from moecomm import config
 from moecomm.compat import install_as_deep_ep
 from moecomm.errors import Unsupported
+from moecomm.integrations.doors import SGLANG
 
 __all__ = ["register"]
 
@@ -33,4 +34,4 @@ def register() -> None:
         install_as_deep_ep(replace=wanted == "always")
     except Unsupported:  # another deep_ep is installed, and nobody asked for its place
         return
-    log.info("moecomm is SGLang's deep_ep")
+    log.info("moecomm is SGLang's deep_ep, %s", SGLANG)

@@ -22,6 +22,7 @@ from moecomm import backends, config, shims, tuning
 from moecomm.backends import gin, nic
 from moecomm.errors import Unsupported
 from moecomm.gpu import linking, loader
+from moecomm.integrations import doors
 from moecomm.tools.few_tokens import FewTokens, few_tokens, lines
 
 BACKENDS = ("host", "lsa", "gin", "nvshmem")
@@ -107,9 +108,10 @@ class Report:
     few_tokens: list[FewTokens]
     tables: dict[str, str] = field(default_factory=dict)  # by the name of a GPU: where its tuning table comes from
     multicast: str = MULTICAST  # over NVLink; the same on every machine
+    engines: dict[str, str] = field(default_factory=dict)  # by name and version: how moecomm comes into it
 
     def details(self, limits: bool = False) -> str:
-        """Return versions, topology, multicast, cache, tuning tables and, with `limits`, those of packets as text."""
+        """Return all but backends as text: limits of packets only with `limits`."""
         versions = [f"{name:<14} {version or 'not installed'}" for name, version in self.versions.items()]
         place, cache = self.topology, self.cache
         shown = [*versions, "", f"{place.cores} core(s), {place.numa_nodes} NUMA node(s), {len(place.gpus)} GPU(s)"]
@@ -121,7 +123,8 @@ class Report:
         if cache.unusable:
             what = f"NOT in use, every process compiles: {cache.unusable}"
         tables = [f"tuning table of {gpu}: {table}" for gpu, table in self.tables.items()]
-        shown += ["", f"kernel cache: {cache.path} ({what})", *tables]
+        engines = [f"moecomm in {engine}: {way}" for engine, way in self.engines.items()]
+        shown += ["", f"kernel cache: {cache.path} ({what})", *tables, *engines]
         shown += ["", *lines(self.few_tokens)] if limits else []
         return "\n".join(shown)
 
@@ -148,6 +151,7 @@ def doctor() -> Report:
         _cache(config.cache_dir()),
         few_tokens(),
         {gpu: tuning.source(gpu) for gpu in sorted(set(topology.gpus))},
+        engines=doors.ways(),
     )
 
 

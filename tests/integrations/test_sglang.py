@@ -124,3 +124,24 @@ def test_its_dispatcher_calls_what_there_is() -> None:
     assert {name for name in used - instance if not hasattr(deep_ep.Buffer, name)} == set()
     text = (folder / "deepep_v2.py").read_text()
     assert "from deep_ep import ElasticBuffer" in text
+
+
+def test_its_dispatcher_is_not_reached_by_hooks() -> None:
+    """What its dispatchers import decides whose Buffers they use; a hook around their choice comes later.
+
+    Once it makes dispatchers of other packages, moecomm can come in by that: then moecomm.integrations.doors is out of
+    date.
+    """
+    import ast
+
+    if INSTALLED is None or not INSTALLED.submodule_search_locations:
+        pytest.skip("needs sglang, installed; its source is read")
+    folder = Path(next(iter(INSTALLED.submodule_search_locations))) / "srt"
+    registry = (folder / "plugins" / "hook_registry.py").read_text()
+    assert "class HookRegistry" in registry and "AROUND" in registry
+    layer = ast.parse((folder / "layers" / "moe" / "fused_moe_triton" / "layer.py").read_text())
+    (choice,) = [node for node in layer.body if getattr(node, "name", "") == "create_moe_dispatcher"]
+    assert "is_deepep()" in ast.unparse(choice) and "is_customized" not in ast.unparse(choice)
+    dispatcher = ast.parse((folder / "layers" / "moe" / "token_dispatcher" / "deepep.py").read_text())
+    imports = [node for node in dispatcher.body if isinstance(node, ast.Try)]
+    assert any("from deep_ep import Buffer, Config" in ast.unparse(node) for node in imports)

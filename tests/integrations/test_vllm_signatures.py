@@ -179,3 +179,46 @@ def test_what_is_called_of_vllm_is_there(batches: Any) -> None:
         node.name for node in Source(f"{MOE}/topk_weight_and_reduce.py").tree.body if isinstance(node, ast.ClassDef)
     }
     assert {"TopKWeightAndReduceDelegate", "TopKWeightAndReduceContiguous"} <= reducers
+
+
+def test_vllm_looks_for_no_all_to_all_backend_but_its_own() -> None:
+    """Once it has a registry, moecomm can come in by that: then moecomm.integrations.doors is out of date."""
+    from moecomm.integrations import doors
+
+    text = ast.unparse(Source(f"{MOE}/all2all_utils.py").tree)
+    assert doors._REGISTRY not in text
+    chosen = ast.unparse(Source(f"{COMMUNICATORS}/cuda_communicator.py").tree)
+    assert "self.all2all_backend == 'deepep_low_latency'" in chosen and "DeepEPLLAll2AllManager" in chosen
+    assert INSTALLED is not None and INSTALLED.submodule_search_locations
+    layer = Path(next(iter(INSTALLED.submodule_search_locations))) / MOE / "routed_experts.py"
+    # A layer of another class (register_oot) makes neither the steps nor the manager.
+    assert not layer.exists() or "maybe_make_prepare_finalize" not in layer.read_text()
+    assert not layer.exists() or "PluggableLayer" in layer.read_text()
+
+
+def test_calls_of_vllm_that_change_masks_are_there(batches: Any) -> None:
+    from moecomm.compat import nixl_ep
+
+    manager = mine()["BatchedManager"]
+    base = Source(f"{COMMUNICATORS}/base_device_communicator.py").functions("All2AllManagerBase")
+    for method in ("query_active_mask", "query_fault", "clean_buffers"):
+        assert names(base[method]) == parameters(getattr(manager, method)) == []
+    (theirs,) = [
+        node
+        for node in Source(f"{COMMUNICATORS}/all2all.py").tree.body
+        if isinstance(node, ast.ClassDef) and node.name == "NixlEPAll2AllManager"
+    ]
+    made = [node.func for node in ast.walk(theirs) if isinstance(node, ast.Call)]
+    called = {f.attr for f in made if isinstance(f, ast.Attribute) and ast.unparse(f.value).endswith("buffer")}
+    assert {"update_mask_buffer", "connect_ranks", "query_mask_buffer", "clean_mask_buffer"} <= called
+    assert {name for name in called if not hasattr(nixl_ep.Buffer, name)} == set()
+    sentinel = "v1/worker/sentinel/gpu_worker_sentinel.py"
+    if "deepep_low_latency" in (text := ast.unparse(Source(sentinel).tree) if _has(sentinel) else ""):
+        asked = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute)]
+        used = {node.attr for node in asked if ast.unparse(node.value) in ("get_ep_all2all_manager()", "mgr")}
+        assert used and {name for name in used if not hasattr(manager, name)} == set()
+
+
+def _has(path: str) -> bool:
+    assert INSTALLED is not None and INSTALLED.submodule_search_locations
+    return (Path(next(iter(INSTALLED.submodule_search_locations))) / path).exists()

@@ -348,7 +348,7 @@ def test_json_has_all_that_people_are_shown(capfd: pytest.CaptureFixture[str], m
         cli.main()
     found, report = json.loads(capfd.readouterr().out), doctor.doctor()
     assert ended.value.code == 0
-    assert list(found) == ["backends", "versions", "topology", "cache", "few_tokens", "tables", "multicast"]
+    assert list(found) == ["backends", "versions", "topology", "cache", "few_tokens", "tables", "multicast", "engines"]
     assert found["backends"] == [
         {"name": b.name, "missing": b.missing, "note": b.note, "can_run": b.can_run} for b in report.backends
     ]

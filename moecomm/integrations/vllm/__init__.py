@@ -15,6 +15,7 @@ from contextlib import suppress
 from moecomm import config
 from moecomm.compat import install_as_deep_ep, install_as_nixl_ep
 from moecomm.errors import Unsupported
+from moecomm.integrations.doors import way_into_vllm
 
 __all__ = ["register"]
 
@@ -73,4 +74,4 @@ def _take_place() -> None:
         all2all_utils.DeepEPHTPrepareAndFinalize = PrepareAndFinalizeOnCpus
         if not isinstance(all2all.AgRsAll2AllManager, ManagerOnCpus):
             all2all.AgRsAll2AllManager = ManagerOnCpus(all2all.AgRsAll2AllManager)
-    log.info("moecomm is vLLM's deepep_high_throughput and deepep_low_latency")
+    log.info("moecomm is vLLM's deepep_high_throughput and deepep_low_latency, %s", way_into_vllm())
