@@ -115,7 +115,7 @@ class Buffer(Bound):
         before: Rounds | None = vars(self).get("rounds")
         self.rounds, self._parts = rounds, elastic.Parts(rounds, before)
         self.rank, self.num_ranks, self.domain_ranks = rounds.rank, rounds.num_ranks, rounds.domain_ranks
-        self.why, self.name = rounds.why, names.give(rounds)  # by its name operators find it
+        self.why, self.name = rounds.origin.why, names.give(rounds)  # by its name operators find it
         if before is not None:
             before.retire()
 
@@ -162,7 +162,8 @@ class Buffer(Bound):
             raise unexpected(self.dispatch, options) from None
         how = (max_rows, handle, sync, extras, x_global_scale)
         while True:
-            ids = topk_idx if rounds.ids is None and rounds.live is None else rounds.own_ids(topk_idx)
+            experts = rounds.experts
+            ids = topk_idx if experts.ids is None and experts.live is None else experts.own_ids(topk_idx)
             try:
                 return dispatch.dispatch(rounds, request, x, ids, topk_weights, scales, *how)
             except RoundFailed as error:
@@ -202,7 +203,7 @@ class Buffer(Bound):
             raise unexpected(self.dispatch_begin, options) from None
         more = {"extras": extras, "global_scale": x_global_scale}
         while True:
-            tensors = (x, self.rounds.own_ids(topk_idx), topk_weights, scales, max_rows, handle)
+            tensors = (x, self.rounds.experts.own_ids(topk_idx), topk_weights, scales, max_rows, handle)
             try:
                 return dispatch.dispatch_begin(self.rounds, request, *tensors, **more)
             except RoundFailed as error:
@@ -335,7 +336,8 @@ class Buffer(Bound):
             raise unexpected(self.moe, options) from None
         others = {"out": out, "bias": bias, "dropped": dropped, "w13_bias": w13_bias, "w2_bias": w2_bias}
         while True:
-            ids = topk_idx if rounds.ids is None and rounds.live is None else rounds.own_ids(topk_idx)
+            experts = rounds.experts
+            ids = topk_idx if experts.ids is None and experts.live is None else experts.own_ids(topk_idx)
             try:
                 return layer.moe(rounds, request, x, ids, topk_weights, w13, w2, **others)
             except RoundFailed as error:
@@ -434,9 +436,10 @@ class Buffer(Bound):
     def local_experts(self) -> Sequence[int]:
         """The experts of this rank: a range; with a placement those of its slots, -1 where one is empty."""
         rounds = self.rounds
-        if rounds.placement is not None:
-            return rounds.placement.held[rounds.rank]
-        return rounds.local_experts if rounds.ids is None else rounds.ids.range_of(rounds.local_experts)
+        if rounds.slots is not None:
+            return rounds.slots.placement.held[rounds.rank]
+        ids = rounds.experts.ids
+        return rounds.local_experts if ids is None else ids.range_of(rounds.local_experts)
 
     def joining(self, group: Any) -> list[int]:
         """Return the ranks of a group that have come to open a Buffer, and wait for the others to call grow().

@@ -28,8 +28,9 @@ from moecomm.ranks.group import Group, Members
 from moecomm.ranks.opening import Opening, opening
 from moecomm.ranks.rendezvous import rendezvous
 from moecomm.ranks.settings import Settings, seconds, wanted_device
+from moecomm.rounds import names
 from moecomm.rounds.expert_tables import ExpertIds
-from moecomm.rounds.rounds import Rounds
+from moecomm.rounds.rounds import Origin, Rounds
 from moecomm.rounds.spans import now_ns, span
 from moecomm.rounds.state import CollectiveCall
 
@@ -76,9 +77,8 @@ def open_rounds(
         left_ns = now_ns()
         undo.pop_all()
     session.context.timeout_ns = int(timeout_s * 1e9)
-    rounds = Rounds(session, settings, identity, ids, tables, fused_weights, layer_forms)
-    rounds.barrier, rounds.why, rounds.chosen_because = (came_ns, left_ns), why, chosen_because
-    return rounds
+    origin = Origin(identity, why, chosen_because, settings.domain_ranks, fused_weights, layer_forms, (came_ns, left_ns))
+    return Rounds(session, settings, origin, ids, tables)
 
 
 def open_first(
@@ -99,7 +99,9 @@ def open_first(
         As Buffer.
     """
     group = rendezvous(group)
-    with opening(group, timeout_s, note="Buffer()", others=lambda: last_calls.others_over(group)) as ranks:
+    with opening(
+        group, timeout_s, note="Buffer()", others=lambda: last_calls.others_over(group, names.ranks())
+    ) as ranks:
         wanted, timeout_s = wanted_device(device), seconds(timeout_s)
         flight.prepare()
         stats.publish()
@@ -125,7 +127,7 @@ class Membership:
         call = "shrink(keep_ids=True)" if keep_ids else "shrink()"
         with CollectiveCall(old, 0), span(old.flight.spans, "shrink"):
             meeting = Meeting(old, call)
-            with last_calls.noted_beside(old, call):
+            with last_calls.noted_beside(old.ranks, call):
                 if group is not None:
                     return self._reopen(rendezvous(group), keep_ids, meeting)
                 meeting.require_member()
@@ -147,14 +149,14 @@ class Membership:
                 everybody = [int.from_bytes(data, "little") for data in passed]
             shrunk = Shrunk.of(everybody, old.num_ranks)
             placement, ids = None, None
-            if old.placement is not None:
-                placement = placing.left(ranks, old, old.placement, shrunk.ranks)
+            if old.slots is not None:
+                placement = placing.left(ranks, old.slots, shrunk.ranks)
                 experts = placement.ranks * placement.slots
             elif keep_ids:
                 ids = ids_of(old, shrunk.ranks)
                 experts = len(ids.kept)
             else:
-                experts = old.named_experts
+                experts = old.experts.count
             settings = replace(
                 old.settings,
                 ranks=len(everybody),
@@ -162,8 +164,8 @@ class Membership:
                 domain_ranks=domain_ranks(shrunk.ranks, old),
                 placement=placement,
             )
-            rounds = open_rounds(ranks, settings, old.chosen_because, old.device, timeout_s, ids)
-            rounds.asked_domain_ranks = old.asked_domain_ranks
+            rounds = open_rounds(ranks, settings, old.origin.chosen_because, old.device, timeout_s, ids)
+            rounds.origin = rounds.origin._replace(domain_ranks=old.origin.domain_ranks)
         rounds.members = members_of(group, old, rounds, ranks.number, timeout_s)
         return rounds, shrunk
 
@@ -183,13 +185,13 @@ class Membership:
                 timeout_s,
                 interruption=lambda: _ended(old),
                 note="grow()",
-                others=lambda: last_calls.others(old),
+                others=lambda: last_calls.others(old.ranks),
             ) as ranks:
-                among: dict[str, Any] = {"ranks": ranks.ranks, "num_experts": old.named_experts}
-                if old.asked_domain_ranks is not None and ranks.ranks % old.asked_domain_ranks == 0:
-                    among["domain_ranks"] = old.asked_domain_ranks
+                among: dict[str, Any] = {"ranks": ranks.ranks, "num_experts": old.experts.count}
+                if old.origin.domain_ranks is not None and ranks.ranks % old.origin.domain_ranks == 0:
+                    among["domain_ranks"] = old.origin.domain_ranks
                 settings = replace(old.settings, placement=None, **among).placed(placement)
-                rounds = open_rounds(ranks, settings, old.chosen_because, old.device, timeout_s)
+                rounds = open_rounds(ranks, settings, old.origin.chosen_because, old.device, timeout_s)
         rounds.members = Members(found, ranks.number, timeout_s)
         return rounds
 
@@ -201,13 +203,13 @@ class Membership:
         rounds, found = self._rounds, 0
         rounds.require_open()
         keeps = keep_ids or rounds.placement is not None
-        for experts in counts_of(rounds, ranks) if keeps else [rounds.named_experts]:
+        for experts in counts_of(rounds, ranks) if keeps else [rounds.experts.count]:
             among: dict[str, Any] = {"ranks": ranks, "num_experts": experts, "domain_ranks": domain_ranks}
             settings = replace(rounds.settings, placement=None, **among)
             settings.check()
             shape = settings.shape(backends.load(settings.backend))
             if rounds.placement is not None:
-                shape.named_experts = rounds.named_experts
+                shape.named_experts = rounds.experts.count
             found += rounds.session.compile_for(shape)
         return found
 
@@ -243,8 +245,7 @@ class Parts:
     def __init__(self, rounds: Rounds, before: Rounds | None) -> None:
         self.membership, self.masks = Membership(rounds), masking.Masks(rounds)
         self.memory, self.counters = Suspension(rounds), stats.Counters(rounds)
-        rounds.global_ranks = rounds.members.group.global_ranks()
-        last_calls.watch(rounds)
+        rounds.flight.global_ranks = rounds.members.group.global_ranks()
         self.recorder = flight.Recorder(rounds, before)
-        place = rounds.rank, rounds.num_ranks, rounds.session.name, rounds.why, rounds.session.nbytes / 2**20
+        place = rounds.rank, rounds.num_ranks, rounds.session.name, rounds.origin.why, rounds.session.nbytes / 2**20
         log.info("rank %d of %d: %s (%s), %.1f MiB", *place)

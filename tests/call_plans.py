@@ -256,7 +256,7 @@ class Rank:
         """Experts, in the callers' numbers, of the ranks that take part."""
         rounds = self.buffer.rounds
         masked = {e for r in rounds.masked for e in experts_of(r, rounds.num_experts, rounds.num_ranks)}
-        names = range(rounds.num_experts) if rounds.ids is None else rounds.ids.kept
+        names = range(rounds.num_experts) if rounds.experts.ids is None else rounds.experts.ids.kept
         return [name for place, name in enumerate(names) if place not in masked]
 
     def _check(self, routed: moecomm.Routed, number: int, sign: int) -> None:

@@ -192,7 +192,7 @@ class Cluster:
         ):  # on its way to the rank that adds it up
             destination = source // size * size + token_rank % size
         row = Row("combine", source, destination, token_rank, token)
-        tables = self.buffers[destination].rounds.row_tables
+        tables = self.buffers[destination].rounds.sampling.tables
         assert tables is not None
         tables.checks.flip_later(source, token_rank, row.token, self.draw.randrange(1 << 20))
         before = self._rounds()

@@ -205,7 +205,7 @@ def _killed(rank: int, group: Any, seed: int) -> str:
                     for _ in range(rng.randint(0, 2)):
                         model.check(buffer, *kept)
         except (PeerLost, Aborted, Mismatch) as error:
-            said, generation = type(error).__name__, buffer.rounds.generation
+            said, generation = type(error).__name__, buffer.rounds.slots.generation
         buffer.shrink()
         for slot, expert in enumerate(buffer.local_experts):
             assert expert < 0 or torch.equal(kept[0][slot], model.w13[expert]), "a table names what has not arrived"

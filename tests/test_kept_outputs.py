@@ -97,7 +97,7 @@ def test_rows_that_arrive_in_chunks(windows: str) -> None:
                     given["topk_idx"] = given["topk_idx"][:, :1].repeat(1, TOPK)
                 routed = buffer.dispatch(**given, layout=("flat", "expert", "batched")[step % 3])
                 kept.append((routed, routed.x.clone(), given))
-                retries = buffer.rounds.retries
+                retries = buffer.rounds.flight.retries
             for routed, rows, given in kept:
                 assert torch.equal(routed.x, rows)
                 out = buffer.combine(routed.x, routed.handle, weighted=False, wire="exact")

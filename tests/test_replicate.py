@@ -386,13 +386,13 @@ def test_no_weights_are_taken_for_those_of_an_older_placement() -> None:
         for name in SHAPES:
             weights[name].zero_()
         buffer.set_placement(placements[1])
-        assert buffer.rounds.filled == {}, "no layer copies"
+        assert buffer.rounds.slots.filled == {}, "no layer copies"
         buffer.set_placement(placements[0])
         given = (torch.zeros(2, HIDDEN), torch.tensor([[0, 1], [1, 2]]), None, weights["w13"], weights["w2"])
         buffer.moe(*given, balance="replicate")
-        assert buffer.rounds.filled == {3: 3}
+        assert buffer.rounds.slots.filled == {3: 3}
         buffer.set_placement(placements[1])
-        assert buffer.rounds.filled == {3: 3, 1: 4}
+        assert buffer.rounds.slots.filled == {3: 3, 1: 4}
         weights.close()
 
 

@@ -16,10 +16,10 @@ import torch
 
 import moecomm
 from moecomm import _native
-from moecomm.base.sampling import Sampling
 from moecomm.combine import verify as combine_verify
 from moecomm.dispatch import verify as dispatch_verify
 from moecomm.dispatch.row_hash import hash_rows
+from moecomm.rounds.sampling import Sampling
 from moecomm.testing import LocalBuffers, check_case, random_case
 from moecomm.testing.check import check_case_on_rank
 
@@ -208,7 +208,7 @@ def test_the_environment_sets_what_no_argument_does(monkeypatch: pytest.MonkeyPa
     with moecomm.Buffer("self", **SIZES) as buffer:
         assert buffer.rounds.settings.verify_every == 5
     with moecomm.Buffer("self", **SIZES, verify_every=0) as buffer:
-        assert buffer.rounds.settings.verify_every == 0 and buffer.rounds.row_tables is None
+        assert buffer.rounds.settings.verify_every == 0 and buffer.rounds.sampling is None
     monkeypatch.setenv("MOECOMM_VERIFY_EVERY", "often")
     with pytest.raises(moecomm.BadInput, match="MOECOMM_VERIFY_EVERY"):
         moecomm.Buffer("self", **SIZES)
@@ -220,9 +220,9 @@ def _flip_between_processes(rank: int, group: Any) -> list[tuple[Any, ...]]:
     with moecomm.Buffer(group, **SIZES, verify_every=1, timeout_s=20) as buffer:
         x = torch.randn(4, 64).bfloat16()
         routed = buffer.dispatch(x, ids)
-        assert buffer.rounds.row_tables is not None
+        assert buffer.rounds.sampling.tables is not None
         if rank == 0:
-            buffer.rounds.row_tables.checks.flip_later(1, 0, 3, 77)
+            buffer.rounds.sampling.tables.checks.flip_later(1, 0, 3, 77)
         try:
             buffer.combine(routed.x.clone(), routed.handle)
         except moecomm.CorruptRow as error:
@@ -246,8 +246,8 @@ def test_shrunk_ranks_verify_as_before() -> None:
     with moecomm.Buffer("self", **SIZES, verify_every=1) as buffer:
         buffer.shrink()
         routed = buffer.dispatch(torch.randn(4, 64).bfloat16(), torch.tensor([[0, 2]] * 4))
-        assert buffer.rounds.row_tables is not None
-        buffer.rounds.row_tables.checks.flip_later(0, 0, 1, 5)
+        assert buffer.rounds.sampling.tables is not None
+        buffer.rounds.sampling.tables.checks.flip_later(0, 0, 1, 5)
         with pytest.raises(moecomm.CorruptRow, match="combine, round 4: the row of token 1 of rank 0"):
             buffer.combine(routed.x, routed.handle)
 
@@ -277,10 +277,10 @@ def test_the_first_of_several_corrupt_rows_is_named() -> None:
         x, ids = torch.ones(8, 64, dtype=torch.bfloat16), torch.tensor([[0, 1]] * 2 + [[0, 2]] * 6)
         routed = ranks.dispatch([{"x": x, "topk_idx": ids}] * 2)
         rounds = ranks.buffers[0].rounds
-        assert rounds.row_tables is not None
+        assert rounds.sampling.tables is not None
         shape = rounds.session.context.shape
         blank = [torch.zeros(_native.RowChecks.table_bytes(shape), dtype=torch.uint8) for _ in range(2)]
-        rounds.row_tables.checks = _native.RowChecks(shape, 0, [table.data_ptr() for table in blank])
+        rounds.sampling.tables.checks = _native.RowChecks(shape, 0, [table.data_ptr() for table in blank])
         with pytest.raises(moecomm.CorruptRow) as caught:
             ranks.combine([{"y": one.x, "handle": one.handle} for one in routed])
         assert (caught.value.source, caught.value.token_rank, caught.value.token) == (1, 0, 2)

@@ -21,6 +21,7 @@ from moecomm import ops
 from moecomm.base import known as known_checks
 from moecomm.dispatch import observers
 from moecomm.fused import Mxfp4, Nvfp4, interleave, layer, quantize_channels, quantize_weights
+from moecomm.ops.handles import Routes
 from moecomm.ops.operator import Operator
 from moecomm.routed import Handle, Routed
 
@@ -559,7 +560,7 @@ def nothing_known(rank: LayerRank) -> Iterator[None]:
     rounds: Any = rank.buffer.rounds
     layer._forms.pop(rounds, None)
     kept, rounds.known_calls = rounds.known_calls, NothingKnown()
-    for route in rounds.routes.values():
+    for route in rounds.parts.get(Routes, Routes()).by_kind.values():
         route.moved.clear()
     known_checks._checked.cache_clear()
     short, Operator.plainly = Operator.plainly, lambda self, *given: self.registered(*given)  # type: ignore[method-assign]

@@ -27,12 +27,11 @@ from moecomm.backends.reach import Reach
 from moecomm.backends.windows.extensions import Extensions
 from moecomm.base import packets
 from moecomm.base.protocol import MAX_BLOCKS, MAX_CHUNK, REPLICATED
-from moecomm.base.sampling import RowTables
 from moecomm.gpu import cuda_driver, expert_table, plain_kernel
 from moecomm.ranks.collective import all_or_none
 from moecomm.ranks.group import Rendezvous
 from moecomm.ranks.pages import EXTENSIONS
-from moecomm.ranks.session import Schedule
+from moecomm.ranks.session import RowTables, Schedule
 from moecomm.rounds import failures
 
 if TYPE_CHECKING:

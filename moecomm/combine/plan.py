@@ -56,7 +56,8 @@ class Plan:
         self._row_bytes = 0 if like.weight_grads is not None else rounds.hidden * staged.itemsize
         in_place = self._unsummed or (flat and in_window and not self._casts)
         self._stages_flat_rows = flat and not in_place
-        self._room = rounds.packet_room
+        one_domain = rounds.domain_ranks == rounds.num_ranks
+        self._room = rounds.session.context.shape.packet_bytes if one_domain else 0
         # Rows that are reduced have a place each, if the window has room, so that they wait for no place in a ring.
         in_ring = not rounds.session.reduced_rows_in_heap or like.topk_weights is not None
         grads = 0 if like.weight_grads is None else rounds.settings.grads_bytes

@@ -12,32 +12,23 @@ waits for a GPU, and a graph can capture it all.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from moecomm.backends.lsa_kernels import reads_in_place
-from moecomm.base.sampling import RowTables, hash_words
 from moecomm.combine.plan import Combining
 from moecomm.dispatch.row_hash import hash_rows
 from moecomm.dispatch.small import small_dispatch
 from moecomm.dispatch.verify import Verdict, failed, table_of_rows
+from moecomm.ranks.session import RowTables
+from moecomm.ranks.settings import hash_words
 from moecomm.rounds import corruption
 from moecomm.rounds.rounds import Rounds
 from moecomm.routed import Handle
 
 
-class Check(Protocol):
-    """The check of one combine."""
-
-    def launch(self) -> None:
-        """Run the combine."""
-
-    def stages(self) -> tuple[Callable[[], None], ...]:
-        """Return what follows, in this order: see DispatchCheck.stages."""
-
-
-def checked(rounds: Rounds, combining: Combining, handle: Handle, y: Any) -> Check | None:
+def checked(rounds: Rounds, combining: Combining, handle: Handle, y: Any) -> HostCheck | DeviceCheck | None:
     """Return the check of a prepared combine that is verified; None for others.
 
     Also None for a combine between dispatch_begin and dispatch_end: verifying dispatches would overwrite the
@@ -47,8 +38,8 @@ def checked(rounds: Rounds, combining: Combining, handle: Handle, y: Any) -> Che
     if not rounds.sampling.due("combine", rounds.session.capturing()) or rounds.begun is not None:
         return None
     try:
-        if rounds.row_tables is not None:
-            return HostCheck(rounds, combining, rounds.row_tables)
+        if rounds.sampling.tables is not None:
+            return HostCheck(rounds, combining, rounds.sampling.tables)
         return DeviceCheck(rounds, combining, handle, y if combining.inputs is None else combining.inputs.y)
     except BaseException:
         rounds.sampling.forget("combine")

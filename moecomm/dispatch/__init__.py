@@ -380,7 +380,7 @@ def _dispatch_in_chunks(
         ids, weights = (None if tensor is None else tensor[tokens] for tensor in (given.topk_idx, given.topk_weights))
         scales = chunks.scales_of(options, given.x, given.scales, tokens)
         x = given.x.detach()[tokens]
-        rounds.retries += 1
+        rounds.flight.retries += 1
         how: dict[str, Any] = {"sync": True, "first_token": tokens.start, "payload": payload}
         return _round(rounds, prepare(rounds, small, x, ids, weights, scales, **how))
 

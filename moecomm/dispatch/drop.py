@@ -29,7 +29,7 @@ def drop_checked(
     given = None if topk_idx is None else as_tensor("topk_idx", topk_idx)[0]
     tokens = 0 if given is None or given.ndim == 0 else len(given)
     ids, weights = check_routing(rounds, tokens, given, topk_weights)
-    slots, placement = ids, rounds.placement
+    slots, placement = ids, None if rounds.slots is None else rounds.slots.placement
     if placement is not None:
         if placement.choice == "balanced":  # what is dropped depends on the choice, and the choice on what is left
             raise Unsupported('overflow="drop" with choice="balanced": open the Buffer with another choice')

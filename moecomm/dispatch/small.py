@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
 
 import torch
 
@@ -12,7 +11,7 @@ from moecomm.base.arrays import window_tensor
 from moecomm.base.choices import Layout
 from moecomm.base.protocol import LAYOUTS, TYPES
 from moecomm.rounds import signature
-from moecomm.rounds.rounds import Rounds
+from moecomm.rounds.rounds import Part, Rounds
 from moecomm.routed import Handle
 
 _WORDS = 2  # int64 of a row, unless more are asked for; they travel as float32, of which only the bits count
@@ -90,10 +89,17 @@ class SmallDispatch:
             self._runs[args.num_tokens] = self._session.dispatcher(args)
 
 
+class _Kinds(Part):
+    """The small dispatches of a Buffer."""
+
+    def __init__(self) -> None:
+        self.by_kind: dict[tuple[Layout, bool, int], SmallDispatch] = {}
+
+
 def small_dispatch(rounds: Rounds, layout: Layout, repeat: bool, words: int = _WORDS) -> SmallDispatch:
     """Return the dispatches of this kind of a Buffer."""
-    assert rounds.sampling is not None, "rounds are verified"
-    plans, key = rounds.sampling.plans, (layout, repeat, words)
-    if key not in plans:
-        plans[key] = SmallDispatch(rounds, layout, repeat, words)
-    return cast("SmallDispatch", plans[key])
+    found = rounds.part(_Kinds) or rounds.add(_Kinds())
+    key = layout, repeat, words
+    if key not in found.by_kind:
+        found.by_kind[key] = SmallDispatch(rounds, layout, repeat, words)
+    return found.by_kind[key]

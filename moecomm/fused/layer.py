@@ -452,7 +452,7 @@ def _runs_fused(rounds: Rounds, weights: torch.dtype, asked: bool | None, why_un
 
     `weights`: their dtype in the tuning table, which has FP8 for all weights of a byte.
     """
-    if not (rounds.fused_weights.get(weights, False) if asked is None else asked):
+    if not (rounds.origin.fused_weights.get(weights, False) if asked is None else asked):
         return False
     why_not = why_unfused()
     if asked is not None and why_not:

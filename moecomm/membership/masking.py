@@ -50,7 +50,7 @@ class Masks:
             if replicas is not None and rounds.placement is not None:
                 raise BadInput("replicas", "experts", "None: the Buffer's placement has replicas")
             if replicas is not None:
-                rounds.replicas = _checked_replicas(rounds, replicas)
+                rounds.experts.replicas = _checked_replicas(rounds, replicas)
             if named is not None and not named:
                 _update_experts(rounds)
             else:
@@ -115,7 +115,7 @@ class Masking(Meeting):
             Timeout: this rank wants to be taken in, and no other one answers.
             PeerLost, Timeout: there is no board over which ranks could agree any more.
         """
-        with last_calls.noted_beside(self._rounds, self._call):
+        with last_calls.noted_beside(self._rounds.ranks, self._call):
             return self._hold()
 
     def require_joined(self) -> None:
@@ -147,7 +147,7 @@ class Masking(Meeting):
             if decision is None or (self._joins and decision.masks and rounds.rank not in decision.members):
                 continue  # the others have begun another agreement than that in which this rank wants to take part
             if set(self._joining) - set(decision.members):
-                self._where = last_calls.others(rounds)
+                self._where = last_calls.others(rounds.ranks)
             if rounds.rank not in decision.members:
                 raise self._excluded(decision.members)
             with self._board(rounds.attempts) as board:
@@ -251,7 +251,7 @@ class Masking(Meeting):
             yield Part(board, "newest/")
 
     def _no_answer(self) -> Timeout:
-        rank, where = self._rounds.rank, last_calls.others(self._rounds)
+        rank, where = self._rounds.rank, last_calls.others(self._rounds.ranks)
         text = f"no rank has called unmask() for rank {rank} within {self._timeout_s} s{where}"
         return Timeout(text, rank=rank, peer=-1, phase="agreement", op="unmask", round=0)
 
@@ -283,15 +283,15 @@ def _recover(rounds: Rounds, error: RoundFailed) -> None:
 def _checked_replicas(rounds: Rounds, replicas: Mapping[int, int]) -> dict[int, int]:
     """Return the replicas by the numbers that rounds know experts by.  Raises BadInput."""
     place = {number: number for number in range(rounds.num_experts)}
-    if rounds.ids is not None:
-        place = {number: at for at, number in enumerate(rounds.ids.kept)}
+    if rounds.experts.ids is not None:
+        place = {number: at for at, number in enumerate(rounds.experts.ids.kept)}
     wanted = f"expert ids, 0 to {max(place)}, by expert ids"
     if not isinstance(replicas, Mapping):
         raise BadInput("replicas", type(replicas).__name__, wanted)
     for pair in replicas.items():
         if not all(is_integer(number) for number in pair):
             raise BadInput("replicas", pair, wanted)
-    count = rounds.named_experts
+    count = rounds.experts.count
     if wrong := [pair for pair in replicas.items() if not all(0 <= number < count for number in pair)]:
         raise BadInput("replicas", wrong[0], wanted)
     return {place[int(a)]: place[int(b)] for a, b in replicas.items() if int(a) in place and int(b) in place}
@@ -299,16 +299,17 @@ def _checked_replicas(rounds: Rounds, replicas: Mapping[int, int]) -> dict[int, 
 
 def _update_experts(rounds: Rounds) -> None:
     """Let ids of experts of masked ranks mean their replicas, or none, from the next round on."""
-    if rounds.placement is not None:
-        rounds.place(rounds.placement)
+    if (slots := rounds.slots) is not None:
+        slots.place(slots.placement, rounds.masked)
         rounds.session.synchronize()
         return
     masked = {expert for rank in rounds.masked for expert in experts_of(rank, rounds.num_experts, rounds.num_ranks)}
-    if rounds.live is None:
+    experts = rounds.experts
+    if experts.live is None:
         if not masked:
             return
-        rounds.live = LiveExperts(rounds.num_experts, rounds.device)
-    rounds.live.update([_meaning(expert, masked, rounds.replicas) for expert in range(rounds.num_experts)])
+        experts.live = LiveExperts(rounds.num_experts, rounds.device)
+    experts.live.update([_meaning(expert, masked, experts.replicas) for expert in range(rounds.num_experts)])
 
 
 def _meaning(expert: int, masked: Collection[int], replicas: Mapping[int, int]) -> int:

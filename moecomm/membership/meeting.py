@@ -333,9 +333,9 @@ def members_of(group: Group, old: Rounds, rounds: Rounds, number: int, timeout_s
 def ids_of(rounds: Rounds, ranks: Sequence[int]) -> ExpertIds:
     """Return the experts of the ranks that are left, by the ids that callers know them by."""
     places = [place for rank in ranks for place in experts_of(rank, rounds.num_experts, rounds.num_ranks)]
-    if rounds.ids is None:
+    if rounds.experts.ids is None:
         return ExpertIds(places, rounds.num_experts, rounds.device)
-    return ExpertIds([rounds.ids.kept[place] for place in places], rounds.ids.count, rounds.device)
+    return ExpertIds([rounds.experts.ids.kept[place] for place in places], rounds.experts.ids.count, rounds.device)
 
 
 def counts_of(rounds: Rounds, ranks: int) -> range:

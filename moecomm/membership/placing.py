@@ -17,23 +17,24 @@ from moecomm.ranks import messages
 from moecomm.ranks.messages import Placed
 from moecomm.ranks.opening import Opening
 from moecomm.rounds.rounds import Rounds
+from moecomm.rounds.slots import Slots
 from moecomm.rounds.state import collective
 
 
 @collective(rounds=0)
 def set_placement(rounds: Rounds, placement: Placement, table: Table | None = None) -> None:
-    """Replace the placement: Buffer.set_placement().  `table`: that of Rounds.table_of(), if it has been made."""
+    """Replace the placement: Buffer.set_placement().  `table`: that of Slots.table_of(), if it has been made."""
     rounds.require_usable()
-    if rounds.placement is None:
+    if (slots := rounds.slots) is None:
         raise BadInput("placement", "one for a Buffer without", "a Buffer that was opened with a placement")
-    placed = successor("placement", rounds.placement, placement)
+    placed = successor("placement", slots.placement, placement)
     if rounds.masked:
         raise BadInput("set_placement", f"masked ranks {sorted(rounds.masked)}", "no masked rank: all take part")
     refuse_capture(rounds, "set_placement")
-    rounds.generation += 1
-    rounds.place(placed, table)
-    if rounds.replicates:
-        rounds.note_copies()
+    slots.generation += 1
+    slots.place(placed, made=table)
+    if slots.copied:
+        slots.note_copies()
     _make_room(rounds, placed)
 
 
@@ -52,22 +53,22 @@ def _make_room(rounds: Rounds, placed: Placement) -> None:
         rounds.plans.clear()
 
 
-def left(ranks: Opening, rounds: Rounds, placement: Placement, stay: Sequence[int]) -> Placement:
+def left(ranks: Opening, slots: Slots, stay: Sequence[int]) -> Placement:
     """Return what ranks that are left hold, of the oldest placement that any of them has.  Collective.
 
     Experts whose ranks are all lost have no slot in it, nor has one whose weights a rank ahead may have replaced.
 
     Args:
         ranks: that are left.
-        rounds: of the Buffer so far.
-        placement: theirs.
+        slots: of the Buffer so far.
         stay: the numbers of `ranks` so far.
     """
-    found = [int.from_bytes(data, "little") for data in ranks.all_gather(rounds.generation.to_bytes(8, "little"))]
+    placement, own = slots.placement, slots.generation.to_bytes(8, "little")
+    found = [int.from_bytes(data, "little") for data in ranks.all_gather(own)]
     oldest = min(found)
     if max(found) == oldest:
         return of_ranks(placement, stay)
-    mine = Placed([], placement.choice, sorted(slot for slot, since in rounds.filled.items() if since > oldest))
+    mine = Placed([], placement.choice, sorted(slot for slot, since in slots.filled.items() if since > oldest))
     if ranks.rank == found.index(oldest):
         mine = mine._replace(experts=[list(one) for one in placement.held])
     everybody = [messages.unpack(data, Placed) for data in ranks.all_gather(messages.pack(mine))]

@@ -52,11 +52,11 @@ def _release(rounds: Rounds) -> None:
     with agreement(rounds, "release_memory") as ranks:
         session.synchronize()
         rounds.raise_failure()
-        rounds.check_exchanges()
+        rounds.check_parts()
         _require_no_outputs(rounds)
         ranks.all_gather(b"")  # no rank is in a round any more, and none begins one
         rounds.released = True
-        rounds.close_exchanges()
+        rounds.release_parts()
         session.release(ranks)
         ranks.settle()
 
@@ -95,7 +95,7 @@ def agreement(rounds: Rounds, call: str) -> Iterator[Opening]:
             f"Buffer {members.number} of the group",
             lambda: interruption(rounds, call),
             note=f"{call}()",
-            others=lambda: last_calls.others(rounds),
+            others=lambda: last_calls.others(rounds.ranks),
         ) as ranks:
             yield ranks
     except MoecommError as error:

@@ -64,8 +64,8 @@ def shared_buffer(group: Any, **settings: Any) -> Buffer:
     if is_open:  # else there is nothing to agree on, and this rank may be one that joins others in their grow()
         offer = b""
         if mine is not None:
-            offer = mine.rounds.identity.encode()
-            if shared.opened[mine] != mine.rounds.identity:
+            offer = mine.rounds.origin.identity.encode()
+            if shared.opened[mine] != mine.rounds.origin.identity:
                 ranks = mine.rounds.members.group  # it has shrunk or grown
         with opening(ranks, settings.get("timeout_s", 30.0), of="shared Buffer") as agreement:
             offers = agreement.all_gather(offer)
@@ -76,7 +76,7 @@ def shared_buffer(group: Any, **settings: Any) -> Buffer:
     with _lock:
         shared.is_open = True
         shared.buffers[key] = buffer
-        shared.opened[buffer] = buffer.rounds.identity
+        shared.opened[buffer] = buffer.rounds.origin.identity
     return buffer
 
 
@@ -91,8 +91,8 @@ def number_layer(group: Any, buffer: Buffer | None) -> int:
             before, shared.layers = shared.layers, shared.layers + 1
         else:  # by the ranks that it has now: a rank that joins them later counts from 1
             counts = _layers.setdefault(buffer, Counter())
-            before = counts[buffer.rounds.identity]
-            counts[buffer.rounds.identity] += 1
+            before = counts[buffer.rounds.origin.identity]
+            counts[buffer.rounds.origin.identity] += 1
     return 1 + before % LAYERS
 
 

@@ -20,11 +20,11 @@ from moecomm.base.protocol import LAYOUTS
 from moecomm.dispatch.tables import begin, moved
 from moecomm.errors import BadInput, Unsupported
 from moecomm.rounds import names
+from moecomm.rounds.rounds import Part, Rounds
 from moecomm.rounds.state import CollectiveCall
 from moecomm.routed import Handle as NativeHandle
 
 if TYPE_CHECKING:
-    from moecomm.rounds.rounds import Rounds
     from moecomm.routed import DispatchPlan, Routed
 
 _Tuple = TypeVar("_Tuple", bound="NamedTuple")
@@ -94,15 +94,28 @@ class Route(NamedTuple):
     moved: dict[int, _native.DispatchArgs]  # args for tables at other addresses, by address
 
 
+class Routes(Part):
+    """The routes of a Buffer by layout, max_rows and number of tokens."""
+
+    def __init__(self) -> None:
+        self.by_kind: dict[tuple[str, int, int], Route] = {}
+
+    def close(self) -> None:
+        self.by_kind.clear()
+
+
 def remember(rounds: Rounds, routed: Routed) -> Route:
     """Record the route of a dispatch, so that restore() accepts handles of dispatches like it."""
     args = routed.handle.args
     key = (routed.plan.layout, args.max_rows, args.num_tokens)
-    route = rounds.routes.get(key)
+    routes = rounds.parts.get(Routes)
+    if not isinstance(routes, Routes):
+        routes = rounds.add(Routes())
+    route = routes.by_kind.get(key)
     if route is None:
         address = begin(routed.handle)
         size = memory_bytes(rounds, routed.plan.layout, args.max_rows)
-        route = rounds.routes[key] = Route(routed.handle.plan, copy.copy(args), address, size, {})
+        route = routes.by_kind[key] = Route(routed.handle.plan, copy.copy(args), address, size, {})
     return route
 
 
@@ -115,7 +128,8 @@ def restore(memory: torch.Tensor, name: str, layout: str, max_rows: int, num_tok
             on every rank (csrc/host/seal.h).
     """
     rounds = names.find(name)
-    route = rounds.routes.get((layout, max_rows, num_tokens))
+    routes = rounds.parts.get(Routes)
+    route = routes.by_kind.get((layout, max_rows, num_tokens)) if isinstance(routes, Routes) else None
     right = memory.dtype is torch.uint8 and memory.is_contiguous() and memory.device == rounds.device
     if route is not None and not (right and memory.numel() == route.memory_bytes):
         route = None

@@ -97,7 +97,7 @@ def moe(
         owner,
         Request(options, Gradients.ROWS if gradients else Gradients.NONE, number),
         rounds.rows_of(x),
-        ids if owner.ids is None and owner.live is None else owner.own_ids(ids),
+        ids if owner.experts.ids is None and owner.experts.live is None else owner.experts.own_ids(ids),
         None if topk_weights is None else topk_weights.contiguous(),
         _weights(w13, w13_scales, w13_factors),
         _weights(w2, w2_scales, w2_factors),

@@ -57,8 +57,10 @@ def drop(
     """Operator of overflow="drop": see moecomm.dispatch.drop."""
     how = (cast("Layout", layout), expert_alignment, max_rows)
     owner = names.find(buffer)
-    ids, entries = drop_checked(owner, *how, owner.own_ids(topk_idx), topk_weights)
-    return (ids if not owner.translates else torch.where(ids < 0, ids, topk_idx)), entries
+    ids, entries = drop_checked(owner, *how, owner.experts.own_ids(topk_idx), topk_weights)
+    experts = owner.experts
+    as_given = experts.ids is None and experts.live is None and owner.slots is None
+    return (ids if as_given else torch.where(ids < 0, ids, topk_idx)), entries
 
 
 @drop.register_fake
@@ -142,7 +144,7 @@ def run_new(
         owner,
         dispatch_options.Request(options, call, layer, wanted),
         rows_of(x),
-        ids if owner.ids is None and owner.live is None else owner.own_ids(ids),
+        ids if owner.experts.ids is None and owner.experts.live is None else owner.experts.own_ids(ids),
         None if topk_weights is None else topk_weights.contiguous(),
         max_rows=None if max_rows < 0 else max_rows,
         sync=False,

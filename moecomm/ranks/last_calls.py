@@ -7,13 +7,11 @@ both calls.  No rank decides anything by them, so a board that fails is passed o
 from __future__ import annotations
 
 import time
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple
 
-from moecomm.base.weak import WeakTable
 from moecomm.errors import MoecommError
 from moecomm.ranks import messages
 from moecomm.ranks.board import Board, Part
@@ -29,60 +27,37 @@ _SHOWN = 4  # ranks that a text names
 _FAILURES = (MoecommError, OSError, RuntimeError)
 
 
-class _Rounds(Protocol):
-    """moecomm.rounds.state.RoundState."""
+class Ranks(NamedTuple):
+    """The ranks of an open Buffer."""
 
-    elsewhere: Callable[[], str]
-    masked: frozenset[int]
+    session: Session
     members: Members
-
-    @property
-    def session(self) -> Session: ...
-
-    @property
-    def closed(self) -> bool: ...
+    masked: frozenset[int]
 
 
-_open: WeakTable[int, _Rounds] = WeakTable()  # Buffers of this process, by id
-
-
-def watch(rounds: _Rounds) -> None:
-    """Let errors of a Buffer's rounds, and of openings over its group, say in which calls of it ranks are."""
-    _open.add(id(rounds), rounds)
-    mine = weakref.ref(rounds)
-
-    def elsewhere() -> str:
-        there = mine()
-        return "" if there is None else others(there, in_rounds=False)
-
-    rounds.elsewhere = elsewhere
-
-
-def others(rounds: _Rounds, *, in_rounds: bool = True) -> str:
+def others(ranks: Ranks, *, in_rounds: bool = True) -> str:
     """Return where the other ranks are, as the end of the text of an error: those that are known to be elsewhere.
 
-    Args:
-        rounds: of the Buffer.
-        in_rounds: also those that have begun the next round.
+    `in_rounds`: also those that have begun the next round.
     """
-    found = _elsewhere(rounds, in_rounds)
-    return _excluded(rounds) or _shown(found)  # ranks that mask this one remove their notes afterwards
+    found = _elsewhere(ranks, in_rounds)
+    return _excluded(ranks) or _shown(found)  # ranks that mask this one remove their notes afterwards
 
 
-def others_over(group: Group) -> str:
+def others_over(group: Group, opened: Iterable[Ranks]) -> str:
     """Return where the other ranks of a group are, as others(), for an opening: also in Buffers that are open."""
     found: dict[int, str] = {}
-    for rounds in _open.values():
-        if not rounds.closed and _key(rounds.members.group) == _key(group):
-            found |= _elsewhere(rounds, in_rounds=True)
-            if where := _excluded(rounds):
+    for ranks in opened:
+        if _key(ranks.members.group) == _key(group):
+            found |= _elsewhere(ranks, in_rounds=True)
+            if where := _excluded(ranks):
                 return where
     return _shown(found | _read(group.board, [rank for rank in range(group.ranks) if rank != group.rank], _RECENT_S))
 
 
-def noted_beside(rounds: _Rounds, call: str) -> AbstractContextManager[None]:
+def noted_beside(ranks: Ranks, call: str) -> AbstractContextManager[None]:
     """Leave a note of an agreement of a Buffer; see noted()."""
-    return noted(partial(_board, rounds), rounds.session.context.rank, call, keep=call.startswith("shrink"))
+    return noted(partial(_board, ranks), ranks.session.context.rank, call, keep=call.startswith("shrink"))
 
 
 @contextmanager
@@ -113,31 +88,31 @@ def _note(make: Callable[[], Board], rank: int, last: LastCall | None) -> None:
             board.write(f"last/{rank}", messages.pack(last))
 
 
-def _excluded(rounds: _Rounds) -> str:
+def _excluded(ranks: Ranks) -> str:
     with suppress(RuntimeError):  # the device does not answer
-        if rounds.session.excluded():
+        if ranks.session.excluded():
             return "; the other ranks have masked this one meanwhile"
     return ""
 
 
-def _elsewhere(rounds: _Rounds, in_rounds: bool) -> dict[int, str]:
-    context, members = rounds.session.context, rounds.members
-    waited = [rank for rank in range(context.shape.ranks) if rank != context.rank and rank not in rounds.masked]
+def _elsewhere(ranks: Ranks, in_rounds: bool) -> dict[int, str]:
+    context, members = ranks.session.context, ranks.members
+    waited = [rank for rank in range(context.shape.ranks) if rank != context.rank and rank not in ranks.masked]
     found: dict[int, str] = {}
     if in_rounds:
         with suppress(RuntimeError):  # the device does not answer
-            begun = {rank: op for rank, op in enumerate(rounds.session.begun()) if op and rank in waited}
+            begun = {rank: op for rank, op in enumerate(ranks.session.begun()) if op and rank in waited}
             found = {rank: "has closed this Buffer" if op == "close" else f"is in {op}()" for rank, op in begun.items()}
     recent_s = max(_RECENT_S, 2 * members.timeout_s)
-    if rounds.session.pages is not None:
+    if ranks.session.pages is not None:
         found |= _read(members.group.board, waited, recent_s)
-    return found | _read(partial(_board, rounds), waited, recent_s)
+    return found | _read(partial(_board, ranks), waited, recent_s)
 
 
-def _board(rounds: _Rounds) -> Board:
+def _board(ranks: Ranks) -> Board:
     """Make the board on which ranks of a Buffer leave notes of its calls."""
-    pages = rounds.session.pages
-    return rounds.members.group.board() if pages is None else Part(pages, "")
+    pages = ranks.session.pages
+    return ranks.members.group.board() if pages is None else Part(pages, "")
 
 
 def _read(make: Callable[[], Board], ranks: Sequence[int], recent_s: float) -> dict[int, str]:

@@ -14,7 +14,6 @@ from typing import NamedTuple, Protocol
 import torch
 
 from moecomm import _native
-from moecomm.base.sampling import RowTables
 from moecomm.ranks.group import Rendezvous
 from moecomm.ranks.pages import Pages
 from moecomm.ranks.peers import Peers
@@ -25,6 +24,16 @@ class Schedule(NamedTuple):
 
     workers: int  # threads (host) or blocks (GPU: one an SM)
     chunk_tokens: int  # tokens of a signal: 1, 2, 4, 8, 16 or 32.  A combine has that of its dispatch
+
+
+class RowTables(Protocol):
+    """Hashes of the rows that combines of CPU ranks move, of all ranks."""
+
+    checks: _native.RowChecks
+
+    def combine(self, args: _native.CombineArgs) -> None:
+        """Run a combine whose rows are checked.  All ranks do."""
+        ...
 
 
 class Maskable(Protocol):

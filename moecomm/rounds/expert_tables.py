@@ -105,5 +105,37 @@ class ExpertIds(_Table):
         return torch.where(known, ids[places.clamp(0, len(ids) - 1).long()], places)
 
 
+class ExpertNames:
+    """The experts that callers name, and those that rounds know: other ones after a loss, or while ranks are masked.
+
+    Attributes:
+        ids: of experts that callers name, after shrink(keep_ids=True); None: those of the rounds.
+        live: the experts that ids mean while ranks are masked; None: ranks have never been masked.
+        replicas: by expert, for experts of masked ranks.
+        absent: counts entries whose experts are not there.
+        count: of the experts that callers name: those that the Buffer was opened with.
+
+    Args:
+        count: of the experts that the Buffer was opened with.
+        ids: see Attributes.
+        device: of the ids that are translated.
+    """
+
+    def __init__(self, count: int, ids: ExpertIds | None, device: torch.device) -> None:
+        self.ids = ids
+        self.live: LiveExperts | None = None
+        self.replicas: dict[int, int] = {}
+        self.absent = AbsentEntries(device)
+        self.count = count if ids is None else ids.count
+
+    def own_ids(self, topk_idx: Any) -> Any:
+        """Return the ids by which rounds know the experts that a caller names; -1 for those of ranks that are lost."""
+        if topk_idx is None:
+            return None
+        if self.ids is not None:
+            topk_idx = self.ids.translate(topk_idx, self.absent)
+        return topk_idx if self.live is None else self.live.translate(topk_idx, self.absent)
+
+
 def _on(device: torch.device, table: torch.Tensor) -> dict[torch.dtype, torch.Tensor]:
     return {dtype: table.to(device, dtype) for dtype in (torch.int64, torch.int32)}

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from moecomm import _native
@@ -85,6 +85,8 @@ class FlightRecorder(_native.CallRing):
         reasons: why files were written.
         raised: the exception that ended the use of the Buffer on this rank; "": none did.
         before: identity and rank before Buffer.shrink() or grow() opened this one.
+        global_ranks: its ranks in the default group, where they are known.
+        retries: rounds of dispatches that had no room for their rows in one.
         spans: of this rank, if it is traced: see moecomm.observe.tracing.
     """
 
@@ -95,6 +97,8 @@ class FlightRecorder(_native.CallRing):
         self.opened_ns = time.time_ns()
         self.reasons: deque[str] = deque(maxlen=_FAILURES)
         self.before: tuple[str, int] | None = None
+        self.global_ranks: Sequence[int] = ()
+        self.retries = 0
         self.spans: Spans | None = None
         self._span = 0  # depth of the span of a call under way; 0: there is none
         self.raised = ""

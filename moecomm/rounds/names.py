@@ -6,6 +6,7 @@ import itertools
 
 from moecomm.base.weak import WeakTable
 from moecomm.errors import BadInput, Closed
+from moecomm.ranks.last_calls import Ranks
 from moecomm.rounds.rounds import Rounds
 
 _PREFIX = "moecomm_buffer_"
@@ -40,6 +41,11 @@ def find(name: str) -> Rounds:
 def opened() -> list[Rounds]:
     """Return the rounds of all open Buffers of this process."""
     return [rounds for rounds in _named.values() if not rounds.closed]
+
+
+def ranks() -> list[Ranks]:
+    """Return the ranks of each of them."""
+    return [rounds.ranks for rounds in opened()]
 
 
 def get(name: str) -> Rounds | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import ClassVar, NamedTuple, TypeVar
 
 import torch
 
@@ -11,18 +11,63 @@ from moecomm import _native
 from moecomm.base.arrays import window_tensor
 from moecomm.base.bound import Bound
 from moecomm.base.experts import experts_of
-from moecomm.base.placement import NONE, Placement, Table, table
-from moecomm.base.protocol import BALANCED, BY_TABLE, DIGEST_BITS
-from moecomm.base.sampling import RowTables, Sampling
-from moecomm.base.weak import WeakTable
-from moecomm.ranks.session import Session
+from moecomm.base.placement import Placement
+from moecomm.ranks.session import RowTables, Session
 from moecomm.ranks.settings import Settings
-from moecomm.rounds.expert_tables import AbsentEntries, ExpertIds, LiveExperts
+from moecomm.rounds.expert_tables import ExpertIds, ExpertNames, LiveExperts
 from moecomm.rounds.memory import WindowMemory
 from moecomm.rounds.plans import PlanCache
+from moecomm.rounds.sampling import Sampling
+from moecomm.rounds.slots import Slots
 from moecomm.rounds.spans import span
 from moecomm.rounds.state import RoundState, collective
 from moecomm.tuning.layers import Kind
+
+_Part = TypeVar("_Part", bound="Part")
+
+
+class Origin(NamedTuple):
+    """The opening of a Buffer's rounds.
+
+    Attributes:
+        identity: by which its ranks name this opening, and no other.
+        why: the reason for the backend, in words.
+        chosen_because: the same before the ranks met; another opening of the Buffer begins with it.
+        domain_ranks: that the user asked for, also while shrink() has left another number; None: whatever there are.
+        fused_weights: for each dtype of weights whether layers that have not been measured run fused by default, on
+            which its ranks have agreed.
+        layer_forms: whether layers that were measured before run fused, likewise.
+        barrier: when this rank came to the barrier that ends an opening, and when it left: CLOCK_MONOTONIC, in ns.
+    """
+
+    identity: str
+    why: str
+    chosen_because: str
+    domain_ranks: int | None
+    fused_weights: Mapping[torch.dtype, bool]
+    layer_forms: Mapping[Kind, bool]
+    barrier: tuple[int, int]
+
+
+class Part:
+    """A part of an open Buffer that belongs to another room, which adds it to Rounds.parts.
+
+    Rounds know its class alone, and call these methods.  None of them does anything unless a class overrides it.
+
+    Attributes:
+        ends_with_memory: a release of the Buffer's memory closes it as well.
+    """
+
+    ends_with_memory: ClassVar[bool] = False
+
+    def abort(self) -> None:
+        """End every wait of this rank at once, from any thread."""
+
+    def check(self, masked: bool) -> None:
+        """Wait for the work so far, and raise the error of the first that went wrong.  `masked`: some rank is."""
+
+    def close(self) -> None:
+        """Drop what refers to the window, and give memory back.  Idempotent."""
 
 
 class Rounds(RoundState, Bound):
@@ -31,46 +76,38 @@ class Rounds(RoundState, Bound):
     A Handle refers to it, and so keeps the session open when the Buffer itself is gone.
 
     Attributes:
-        why: the reason for the backend, in words.
-        chosen_because: the same before the ranks met; another opening of the Buffer begins with it.
+        origin: how it was opened.
+        experts: by which callers name them.
+        slots: of its placement; None: it has none.
+        sampling: chooses rounds to verify; None: none is.
+        parts: of other rooms, by their classes.
+        layer_forms: whether layers that have been measured run fused; those of the origin, and later ones.
+        begun: the Routed of a dispatch_begin() whose dispatch_end() is yet to come.
 
     Args:
         session: that the backend has opened.
         settings: on which its ranks have agreed.
-        identity: by which its ranks name this opening, and no other.
+        origin: see Attributes.
         ids: of experts that callers name; None: those of the rounds.
         row_tables: hashes of the rows that combines move; CPU ranks that verify rounds.
-        fused_weights: for each dtype of weights whether layers that have not been measured run fused by default, on
-            which its ranks have agreed.
-        layer_forms: for each tuning.layers.Kind of layers that have been measured whether they do, likewise.
     """
-
-    why: str
-    chosen_because: str
 
     def __init__(
         self,
         session: Session,
         settings: Settings,
-        identity: str,
+        origin: Origin,
         ids: ExpertIds | None = None,
         row_tables: RowTables | None = None,
-        fused_weights: Mapping[torch.dtype, bool] | None = None,
-        layer_forms: dict[Kind, bool] | None = None,
     ) -> None:
         super().__init__(session)
-        self.ids, self.identity = ids, identity
-        self.fused_weights: Mapping[torch.dtype, bool] = fused_weights or {}
-        self.layer_forms: dict[Kind, bool] = layer_forms or {}
         shape = session.context.shape
-        self.settings = settings
+        self.settings, self.origin = settings, origin
         self.rank, self.num_ranks, self.dtype = session.context.rank, settings.ranks, settings.dtype
         self.hidden, self.num_experts = settings.hidden, settings.num_experts
         self.topk, self.max_tokens = settings.topk, settings.max_tokens
         self.local_experts = experts_of(self.rank, self.num_experts, self.num_ranks)
         self.domain_ranks = shape.domain_ranks or settings.ranks
-        self.asked_domain_ranks = settings.domain_ranks  # for grow(), also while shrink() has left another number
-        self.packet_room = shape.packet_bytes if self.domain_ranks == settings.ranks else 0
         self.device = session.device
         self.on_cpu = session.synchronous
         before, heap = _native.choice_bytes(shape) * settings.balances, session.context.window.heap
@@ -80,64 +117,44 @@ class Rounds(RoundState, Bound):
         self.plans = PlanCache()
         known = (self.plans.table, self.memory.parts, self.flight, self.turn, session.context.record, self.on_cpu)
         self.known_calls = _native.KnownCalls(*known)
-        self.routes: dict[tuple[str, int, int], Any] = {}  # of the dispatches of operators, see moecomm.ops.handles
-        self.exchanges: Any = None  # moecomm.weights.slots.Exchanges, once weights of slots have been exchanged
-        self.attempts = 0  # to agree with the ranks that are left, see moecomm.membership.meeting
-        self.global_ranks: Sequence[int] = ()  # its ranks in the default group, where they are known
-        self.absent = AbsentEntries(self.device)
-        self.ended: Callable[[], None] = lambda: None  # called when the Buffer is closed: see observe.stats.publish
-        self.retries = 0  # rounds of dispatches that had no room for their rows in one
-        # When this rank came to the barrier that ends an opening, and when it left: CLOCK_MONOTONIC, in ns.
-        self.barrier = (0, 0)
-        self.sampling = Sampling(settings.verify_every) if settings.verify_every else None
-        self.row_tables = row_tables
-        self.begun: object = None  # the Routed of a dispatch_begin() whose dispatch_end() is yet to come
+        self.parts: dict[type[Part], Part] = {}
+        self.layer_forms = dict(origin.layer_forms)
+        self.sampling = Sampling(settings.verify_every, row_tables) if settings.verify_every else None
+        self.begun: Bound | None = None
         self._late: list[object] = []  # what masked ranks may still write to, since a dispatch has failed
-        self.replicas: dict[int, int] = {}  # by expert, for those of masked ranks
-        self.placement, self.generation = settings.placement, 1
-        # moecomm.weights.exchange.SharedTensor by address.
-        self.slot_tensors: WeakTable[int, Any] = WeakTable()
-        # By slot of this rank, the generation from which on its weights are those of its expert: see placing.left().
-        self.filled: dict[int, int] = {}
-        self.reserved: frozenset[int] = frozenset()  # empty slots that get no copies: they are being filled
-        self.replicates = False  # layers copy experts to empty slots, also in replays of captured graphs
-        masks = settings.on_timeout == "mask" and self.placement is None  # else the table of a placement does
-        self.live = LiveExperts(self.num_experts, self.device) if masks else None
-        if self.placement is not None:
-            session.context.placed = BALANCED if settings.balances else BY_TABLE
-            self.place(self.placement)
-            session.synchronize()
+        self.experts = ExpertNames(settings.named_experts, ids, self.device)
+        self.slots: Slots | None = None
+        if settings.placement is not None:
+            self.slots = Slots(session, self.domain_ranks, settings.placement)
+        elif settings.on_timeout == "mask":  # else the table of a placement does
+            self.experts.live = LiveExperts(self.num_experts, self.device)
 
-    def table_of(self, placement: Placement) -> Table:
-        """Return the table by which rounds follow a placement while no rank is masked and no slot reserved."""
-        return table(placement, self.rank, self.domain_ranks, ())
+    @property
+    def placement(self) -> Placement | None:
+        """The placement that rounds follow, if there is one."""
+        return None if self.slots is None else self.slots.placement
 
-    def place(self, placement: Placement, made: Table | None = None) -> None:
-        """Write the table of a placement, for rounds from now on.  Does not wait for the device.
+    def part(self, kind: type[_Part]) -> _Part | None:
+        """Return the part of this class, if there is one."""
+        found = self.parts.get(kind)
+        return found if isinstance(found, kind) else None
 
-        `made`: see table_of().
-        """
-        empty, words = made or table(placement, self.rank, self.domain_ranks, self.masked, self.reserved)
-        self.placement = placement
-        head = self.generation, placement.num_experts, placement.digest % (1 << DIGEST_BITS), empty
-        self.session.place([*head, *words])
+    def add(self, part: _Part) -> _Part:
+        """Add a part; return it."""
+        self.parts[type(part)] = part
+        return part
 
-    def reserve(self, slots: Collection[int]) -> None:
-        """Let no layer copy experts to these slots from now on, also in replays of graphs.
+    def check_parts(self) -> None:
+        """Wait for the work of all parts, and raise the error of the first that went wrong, if any."""
+        for part in list(self.parts.values()):
+            part.check(bool(self.masked))
 
-        A change of generation, so that ranks which reserve them between other rounds raise Mismatch.
-        """
-        assert self.placement is not None
-        if not self.reserved.issuperset(slots):
-            self.reserved, self.generation = self.reserved.union(slots), self.generation + 1
-            self.place(self.placement)
-
-    def note_copies(self) -> None:
-        """Note that layers write slots that are empty in this generation, where older placements had weights."""
-        assert self.placement is not None
-        for slot, expert in enumerate(self.placement.held[self.rank]):
-            if expert == NONE:
-                self.filled[slot] = self.generation
+    def release_parts(self) -> None:
+        """Close the parts that end with the Buffer's memory.  Their rooms add others at the next use."""
+        for kind, part in list(self.parts.items()):
+            if part.ends_with_memory:
+                part.close()
+                del self.parts[kind]
 
     def copy_to(self, block: _native.Block, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a tensor to a block of the window, where peers can read it, and return it there.
@@ -157,29 +174,8 @@ class Rounds(RoundState, Bound):
     def abort(self) -> None:
         """End every wait of this rank at once, from any thread."""
         super().abort()
-        if (exchanges := self.exchanges) is not None:
-            exchanges.abort()
-
-    def own_ids(self, topk_idx: Any) -> Any:
-        """Return the ids by which rounds know the experts that a caller names; -1 for those of ranks that are lost."""
-        if topk_idx is None or not self.translates:
-            return topk_idx
-        if self.ids is not None:
-            topk_idx = self.ids.translate(topk_idx, self.absent)
-        return topk_idx if self.live is None else self.live.translate(topk_idx, self.absent)
-
-    @property
-    def named_experts(self) -> int:
-        """The experts that callers name: those that the Buffer was opened with.
-
-        `num_experts` are fewer after shrink(keep_ids=True), and slots where there is a placement.
-        """
-        return self.settings.named_experts if self.ids is None else self.ids.count
-
-    @property
-    def translates(self) -> bool:
-        """True if rounds do not know experts by the ids of callers."""
-        return self.ids is not None or self.live is not None or self.placement is not None
+        for part in list(self.parts.values()):
+            part.abort()
 
     def resumed(self, number: int, masked: frozenset[int]) -> None:
         """Take note that these ranks are masked, and rounds go on after this one.
@@ -207,19 +203,8 @@ class Rounds(RoundState, Bound):
         self.raise_failure()
         self.wait()
         self.raise_failure()
-        self.check_exchanges()
+        self.check_parts()
         self.flight.settle()
-
-    def check_exchanges(self) -> None:
-        """Wait for exchanges of weights of slots, and raise the error of the first that went wrong, if any."""
-        if self.exchanges is not None:
-            self.exchanges.check(bool(self.masked))
-
-    def close_exchanges(self) -> None:
-        """Give the memory of exchanges back.  The next exchange opens another."""
-        if self.exchanges is not None:
-            self.exchanges.close()
-            self.exchanges = None
 
     def wait(self) -> None:
         """Wait for every round enqueued so far.  Their errors are for the caller to raise."""
@@ -231,9 +216,9 @@ class Rounds(RoundState, Bound):
     def _release(self) -> None:
         super()._release()
         self.plans.clear()
-        self.row_tables, self.sampling = None, None
+        self.sampling = None
         self.unfinished.clear()
         self._late.clear()
-        self.routes.clear()
-        self.close_exchanges()
-        self.ended()
+        for part in list(self.parts.values()):
+            part.close()
+        self.parts.clear()

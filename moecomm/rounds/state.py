@@ -21,6 +21,7 @@ from moecomm.errors import (
     RoundFailed,
     Timeout,
 )
+from moecomm.ranks import last_calls
 from moecomm.ranks.group import Members
 from moecomm.ranks.session import Session
 from moecomm.rounds import corruption, failures, signature
@@ -43,7 +44,7 @@ class RoundState:
     members: Members  # the ranks, as they agree on later calls
 
     def __init__(self, session: Session) -> None:
-        self.session = self._session = session  # that the backend has opened
+        self.session = session  # that the backend has opened
         self._record = session.context.record
         self.flight = FlightRecorder(session.context.rank, session.capturing, session.synchronous)
         self._failure: MoecommError | None = None  # has ended this Buffer
@@ -57,9 +58,9 @@ class RoundState:
         self.turn = _native.Turn()  # of the thread that is in a collective call
         self.calls = 0  # with rounds, since ranks last agreed on a mask
         self._before = 0  # number of the last round before the call under way
+        self.attempts = 0  # to agree with the ranks that are left: see moecomm.membership.meeting
         self.masked: frozenset[int] = frozenset()  # ranks that take no part, see moecomm.membership.masking
         self.recover: Callable[[RoundFailed], None] | None = None  # after a rank is lost: on_timeout="mask"
-        self.elsewhere: Callable[[], str] = lambda: ""  # the end of a Timeout's text: see moecomm.ranks.last_calls
         self.unfinished: list[object] = []  # memory that peers write to in a dispatch that is under way or has failed
         self._raised: Callable[[], MoecommError | None] = lambda: None  # the last error that a round left behind
 
@@ -90,8 +91,8 @@ class RoundState:
         """Map memory that peers have taken, if there is such, for rounds from now on."""
         if self.offers is None or not self._open or self.released or self.offers.value == self._admitted:
             return
-        if not self._session.capturing():
-            self._admitted = self._session.admit()
+        if not self.session.capturing():
+            self._admitted = self.session.admit()
 
     def close(self) -> None:
         """Give the memory back.  Idempotent; outputs that are still referenced stay valid.
@@ -116,7 +117,7 @@ class RoundState:
     def abort(self) -> None:
         """End every wait of this rank at once, from any thread."""
         if self._open:
-            self._session.abort(failures.Failure.aborted, self._session.context.rank)
+            self.session.abort(failures.Failure.aborted, self.session.context.rank)
 
     def _release(self) -> None:
         self._open = False
@@ -134,7 +135,7 @@ class RoundState:
         while self.turn.uncounted > 0:
             if self._open and self._failure is None:
                 self.flight.reject("", None)
-                self._session.count_rejected()
+                self.session.count_rejected()
             self.turn.counted()
 
     def count_rejected(self, error: BaseException | None = None, call: str = "") -> None:
@@ -148,15 +149,15 @@ class RoundState:
         """
         if self._open and self._failure is None and not isinstance(error, RoundFailed):  # ranks have agreed since
             self.flight.reject(call, error)
-            self._session.count_rejected()
+            self.session.count_rejected()
             self.turn.failed += 1  # last: an interrupt may let a call count twice, but not never
             if error is not None:
                 self.leave_error(error)
 
     def leave_error(self, error: BaseException) -> None:
         """Leave an error for ranks that wait for this one in vain from now on."""
-        if self._open and self._session.pages is not None:
-            self._session.pages.leave_error(shown(error), self.flight.rounds)
+        if self._open and self.session.pages is not None:
+            self.session.pages.leave_error(shown(error), self.flight.rounds)
 
     def count_failed(self) -> None:
         """Count a rejected call from outside of a call; while one is under way, in the next one."""
@@ -204,7 +205,7 @@ class RoundState:
             return
         error = self._error_of(record)
         if isinstance(error, Timeout):
-            error.args = (f"{error}{self.elsewhere()}",)
+            error.args = (f"{error}{last_calls.others(self.ranks, in_rounds=False)}",)
         self.flight.failed(error, failures.fields(record))
         if isinstance(error, (RoundFailed, OutOfStep, Excluded)):
             self._failure = error
@@ -225,7 +226,7 @@ class RoundState:
 
     def _recovered(self, error: MoecommError) -> MoecommError:
         """Mask the ranks that are lost, if that is wanted and can be done now; return the error."""
-        if self.recover is not None and isinstance(error, RoundFailed) and not self._session.capturing():
+        if self.recover is not None and isinstance(error, RoundFailed) and not self.session.capturing():
             recover, self.recover = self.recover, None  # it looks for failures itself
             try:
                 recover(error)
@@ -256,12 +257,12 @@ class RoundState:
         return self.flight.failure_of(error, failures.fields(record))
 
     def _error_of(self, record: _native.FailureRecordView) -> MoecommError:
-        found = corruption.error_of(record, self._session, self.masked)
+        found = corruption.error_of(record, self.session, self.masked)
         if found is not None:
             return found
-        pages, peer = self._session.pages, record.peer
+        pages, peer = self.session.pages, record.peer
         last = "" if pages is None or peer == record.rank else pages.error_before(peer, record.round)
-        return failures.error_of(record, self._session.dead_peers(), last)
+        return failures.error_of(record, self.session.dead_peers(), last)
 
     def failure(self) -> MoecommError | None:
         """Return the error that raise_failure() would raise, if any."""
@@ -270,6 +271,11 @@ class RoundState:
         except MoecommError as error:
             return error
         return None
+
+    @property
+    def ranks(self) -> last_calls.Ranks:
+        """The ranks as they are now."""
+        return last_calls.Ranks(self.session, self.members, self.masked)
 
     @property
     def closed(self) -> bool:

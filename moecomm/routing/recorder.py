@@ -158,10 +158,10 @@ class RoutingRecorder:
             return  # the round says what is wrong
         if weights is not None and weights.shape != ids.shape:
             return
-        if rounds.ids is not None:  # the ids that callers know, and not those of the experts that are left
-            ids = rounds.ids.names(ids)
+        if rounds.experts.ids is not None:  # the ids that callers know, and not those of the experts that are left
+            ids = rounds.experts.ids.names(ids)
         with self._lock:
-            experts = rounds.named_experts
+            experts = rounds.experts.count
             self._experts = experts if self._experts is None else self._experts
             self._topk = ids.shape[1] if self._topk is None else self._topk
             if (experts, ids.shape[1]) != (self._experts, self._topk):

@@ -143,7 +143,7 @@ class LocalBuffers:
     def _with_own_ids(self, calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Replace ids of experts as each Buffer does."""
         return [
-            {**call, "topk_idx": buffer.rounds.own_ids(call["topk_idx"])} if "topk_idx" in call else call
+            {**call, "topk_idx": buffer.rounds.experts.own_ids(call["topk_idx"])} if "topk_idx" in call else call
             for buffer, call in zip(self.buffers, calls, strict=True)
         ]
 

@@ -25,7 +25,7 @@ from moecomm.errors import BadInput
 from moecomm.gpu import plain_kernel
 from moecomm.gpu.structs import struct
 from moecomm.rounds.rounds import Rounds
-from moecomm.weights.exchange import SharedTensor
+from moecomm.weights.exchange import SharedTensor, SharedTensors
 
 _BLOCKS = 128  # which wait for nothing: as many multiprocessors as there are share them
 
@@ -98,22 +98,22 @@ def copies_of(
     if balance is None:
         return None
     check_name("balance", balance, BALANCES)
-    placement = rounds.placement
-    if placement is None or placement.choice != "balanced":
+    slots = rounds.slots
+    if slots is None or slots.placement.choice != "balanced":
+        placement = None if slots is None else slots.placement
         want = 'a Buffer whose placement has choice="balanced", and empty slots'
         raise BadInput("balance", f"{balance!r} in a Buffer with {placement}", want)
-    tensors, names = [], []
+    tensors, names, shared = [], [], rounds.parts.get(SharedTensors)
     for name, given in weights.items():
         for part in given if isinstance(given, tuple) else (given,):
             if part is None:
                 continue
-            found = rounds.slot_tensors.get(part.data_ptr())
+            found = shared.by_address.get(part.data_ptr()) if isinstance(shared, SharedTensors) else None
             if found is None:
                 raise BadInput(name, "a tensor of its own", "one of ExpertWeights of this Buffer")
             tensors.append(found)
             names.append(f"{name}: {found.name}")
-    rounds.replicates = True
-    rounds.note_copies()
+    slots.note_copies()
     compared = {"experts": ", ".join(names), "activation": str(activation), "interleaved": str(bool(interleaved))}
     if not rounds.on_cpu:
         plain_kernel.load(COPY, rounds.device.index)  # now: loading waits for kernels that are running

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
+from moecomm.base.weak import WeakTable
 from moecomm.errors import Mismatch
 from moecomm.ranks.opening import Opening
-from moecomm.rounds.rounds import Rounds
+from moecomm.rounds.rounds import Part, Rounds
 from moecomm.window import Window
 
 _ALIGNMENT = 256  # bytes; of a tensor in the Window
@@ -41,6 +42,13 @@ class SharedTensor:
     def of(self, rank: int) -> torch.Tensor:
         """Return the tensor of a rank.  Raises Closed."""
         return self.window.tensor(self.shape, self.dtype, rank=rank, offset=self.offset)
+
+
+class SharedTensors(Part):
+    """Tensors of ExpertWeights of a Buffer, by the address of this rank's."""
+
+    def __init__(self) -> None:
+        self.by_address: WeakTable[int, SharedTensor] = WeakTable()
 
 
 class Exchange:

@@ -24,7 +24,8 @@ from moecomm.membership.placing import set_placement
 from moecomm.membership.suspension import refuse_capture
 from moecomm.ranks.opening import opening
 from moecomm.rounds.rounds import Rounds
-from moecomm.weights.exchange import Exchange, Kind, compare, shown
+from moecomm.rounds.slots import Slots
+from moecomm.weights.exchange import Exchange, Kind, SharedTensors, compare, shown
 from moecomm.window.pace import PAUSE, Pace
 
 _RATES = 1e-3, 1e6  # GB/s
@@ -77,7 +78,7 @@ class ExpertWeights:
         dtype: torch.dtype | Mapping[str, torch.dtype] = torch.bfloat16,
     ) -> None:
         rounds = getattr(buffer, "rounds", None)
-        if not isinstance(rounds, Rounds) or rounds.placement is None:
+        if not isinstance(rounds, Rounds) or rounds.slots is None:
             raise BadInput("buffer", repr(buffer), "a Buffer that was opened with a placement")
         if not isinstance(shapes, Mapping) or not shapes:
             raise BadInput("shapes", repr(shapes), "shapes by name")
@@ -90,7 +91,7 @@ class ExpertWeights:
         how: dict[str, Any] = {"of": "ExpertWeights", "note": "ExpertWeights()"}
         with opening(members.group, members.timeout_s, **how) as ranks:
             compare(ranks, shown(kinds))  # copies find tensors by place
-        slots = rounds.placement.slots
+        slots = rounds.slots.placement.slots
         try:
             self._exchange = Exchange(rounds, slots, kinds)
         except BadInput as error:
@@ -98,9 +99,11 @@ class ExpertWeights:
                 raise
             want = f"weights of {slots} slots in all that take {error.want}"
             raise BadInput("shapes", f"{error.got} bytes on each rank", want, error.rank) from None
+        shared = rounds.part(SharedTensors) or rounds.add(SharedTensors())
         for tensor in self._exchange.tensors.values():
-            rounds.slot_tensors.add(tensor.of(rounds.rank).data_ptr(), tensor)
-        self._buffer, self._rounds, self._window = buffer, rounds, self._exchange.window
+            shared.by_address.add(tensor.of(rounds.rank).data_ptr(), tensor)
+        self._buffer, self._rounds, self._slots = buffer, rounds, rounds.slots
+        self._window = self._exchange.window
         self._stream: torch.cuda.Stream | None = None
         if rounds.device.type == "cuda":
             self._stream = torch.cuda.Stream(rounds.device)  # type: ignore[no-untyped-call]
@@ -139,17 +142,16 @@ class ExpertWeights:
             Closed: the Buffer is closed.
             As Window.barrier().
         """
-        rounds = self._rounds_of_buffer()
+        rounds, slots = self._rounds_of_buffer()
         rounds.require_usable()
         if max_gbs is not None:
             check_real("max_gbs", max_gbs, *_RATES)
         refuse_capture(rounds, "prefetch")
-        before = rounds.placement
-        assert before is not None
+        before = slots.placement
         after = step(before, target)
         if before.choice == "balanced":
             new = (after.experts != before.experts) & (after.experts != NONE)
-            rounds.reserve(new.flatten().nonzero().flatten().tolist())
+            slots.reserve(new.flatten().nonzero().flatten().tolist(), rounds.masked)
         rounds.session.order()
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(rounds.device))
@@ -157,7 +159,7 @@ class ExpertWeights:
             self._window.barrier()  # earlier copies of all ranks have ended
             pace = None if max_gbs is None else Pace(rounds.device, max_gbs)
             self._fill(before, after, pace)
-        self._next, self._since = (after, rounds.table_of(after)), rounds.generation
+        self._next, self._since = (after, slots.table_of(after)), slots.generation
         return after
 
     def commit(self) -> None:
@@ -170,17 +172,17 @@ class ExpertWeights:
             BadInput: nothing was prefetched, or the placement has changed since; a Buffer that has shrunk.
             As Buffer.set_placement() and Window.barrier().
         """
-        rounds = self._rounds_of_buffer()
-        if self._next is None or rounds.generation != self._since:
+        rounds, slots = self._rounds_of_buffer()
+        if self._next is None or slots.generation != self._since:
             raise BadInput("commit", "nothing to commit", "prefetch() first, by the placement that the Buffer has now")
         if self._stream is not None:
             self._stream.synchronize()
         self._window.raise_failure()
-        reserved, rounds.reserved = rounds.reserved, frozenset()
+        reserved, slots.reserved = slots.reserved, frozenset()
         try:
             set_placement(rounds, *self._next)
         except BaseException:
-            rounds.reserved = reserved
+            slots.reserved = reserved
             raise
         self._next = None
 
@@ -188,15 +190,15 @@ class ExpertWeights:
         """Give the memory back.  Tensors that are still referenced stay valid."""
         self._exchange.close()
 
-    def _rounds_of_buffer(self) -> Rounds:
+    def _rounds_of_buffer(self) -> tuple[Rounds, Slots]:
         if self._buffer.rounds is not self._rounds:
             raise BadInput("buffer", "one that has shrunk", "other ExpertWeights of the ranks that are left")
-        return self._rounds
+        return self._rounds, self._slots
 
     def _fill(self, before: Placement, after: Placement, pace: Pace | None) -> None:
         mine = self._exchange.of(self._rounds.rank)
         for slot, rank, source in _copies(self._rounds, before, after):
-            self._rounds.filled[slot] = self._rounds.generation + 1
+            self._slots.filled[slot] = self._slots.generation + 1
             for to, origin in zip(mine, self._exchange.of(rank), strict=True):
                 if pace is None:
                     to[slot].copy_(origin[source])

@@ -32,7 +32,7 @@ from moecomm.errors import BadInput, MemoryReleased, Mismatch, MoecommError, Uns
 from moecomm.membership.suspension import agreement, refuse_capture
 from moecomm.ranks.settings import compare
 from moecomm.rounds import names
-from moecomm.rounds.rounds import Rounds
+from moecomm.rounds.rounds import Part, Rounds
 from moecomm.weights.exchange import Exchange
 
 _REFUSED = -1  # in the place of a digest: a rank's arguments can't be used
@@ -40,7 +40,7 @@ _Kinds = tuple[tuple[torch.Size, torch.dtype], ...]  # shape and dtype of each t
 _Read = Callable[[int], Sequence[torch.Tensor]]
 
 
-class Exchanges:
+class Exchanges(Part):
     """Exchanges of a Buffer by the kinds of their tensors, and the barriers of all of them.
 
     Each rank posts a digest of its kinds.  CPU ranks compare digests in each exchange.  GPUs do it later, so that no
@@ -49,6 +49,8 @@ class Exchanges:
     Args:
         first: with room for the digests of all ranks behind its tensors.
     """
+
+    ends_with_memory = True
 
     def __init__(self, first: Exchange) -> None:
         self.by_kinds: dict[_Kinds, Exchange] = {}
@@ -314,8 +316,8 @@ def refuse(rounds: Rounds, error: BadInput) -> NoReturn:
         As Window.barrier().
     """
     _require(rounds)
-    if rounds.exchanges is not None:
-        with rounds.exchanges.reading(None, at_once=True):
+    if (exchanges := rounds.part(Exchanges)) is not None:
+        with exchanges.reading(None, at_once=True):
             pass
         raise error
     with agreement(rounds, "slot_weights"):
@@ -371,7 +373,7 @@ def _exchange_of(rounds: Rounds, tensors: Sequence[torch.Tensor]) -> tuple[Excha
     """
     if rounds.released:
         raise MemoryReleased
-    kinds, exchanges = _kinds(tensors), rounds.exchanges
+    kinds, exchanges = _kinds(tensors), rounds.part(Exchanges)
     if exchanges is not None and kinds in exchanges.by_kinds:
         return exchanges, exchanges.by_kinds[kinds]
     if exchanges is not None:
@@ -388,7 +390,7 @@ def _exchange_of(rounds: Rounds, tensors: Sequence[torch.Tensor]) -> tuple[Excha
     digests = 8 * rounds.num_ranks if exchanges is None else 0
     opened = Exchange(rounds, rows, {str(nth): kind for nth, kind in enumerate(kinds)}, digests)
     if exchanges is None:
-        exchanges = rounds.exchanges = Exchanges(opened)
+        exchanges = rounds.add(Exchanges(opened))
     exchanges.by_kinds[kinds] = opened
     return exchanges, opened
 

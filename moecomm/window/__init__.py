@@ -20,10 +20,12 @@ from moecomm.base.validation import check_dense, check_integer, check_shape
 from moecomm.errors import BadInput, Closed, ConcurrentCall, MoecommError, Unsupported
 from moecomm.ranks import last_calls
 from moecomm.ranks.collective import all_or_none
+from moecomm.ranks.group import Group
 from moecomm.ranks.opening import opening
 from moecomm.ranks.peers import Peers
 from moecomm.ranks.rendezvous import rendezvous
 from moecomm.ranks.settings import seconds, wanted_device
+from moecomm.rounds import names
 from moecomm.window import failures
 from moecomm.window.calls import HostCalls, WindowCalls
 from moecomm.window.memory import OwnMemory, UserMemory, asked_bytes, asked_device, open_memory
@@ -79,7 +81,7 @@ class Window(Bound):
         memory: torch.Tensor | Literal["torch"] | None = None,
     ) -> None:
         group = rendezvous(group)
-        others = partial(last_calls.others_over, group)
+        others = partial(_others_over, group)
         with opening(group, timeout_s, of="Window", note="Window()", others=others) as ranks:
             wanted, timeout_s = wanted_device(device), seconds(timeout_s)
             size: Any = nbytes if memory is None else asked_bytes(memory, nbytes, group)
@@ -418,6 +420,10 @@ class Window(Bound):
                 self._failure = failures.error_of_word(word, self.rank, peers.dead_peers())
         if self._failure is not None:
             raise self._failure
+
+
+def _others_over(group: Group) -> str:
+    return last_calls.others_over(group, names.ranks())
 
 
 def _calls_of(peers: Peers, memory: UserMemory, handle: _native.WindowHandle) -> WindowCalls:

@@ -187,7 +187,7 @@ def test_a_session_extends_its_window(monkeypatch: pytest.MonkeyPatch) -> None:
     capturing = True
     monkeypatch.setattr(second, "capturing", lambda: capturing)
     rounds = RoundState.__new__(RoundState)
-    rounds.session = rounds._session = second
+    rounds.session = second
     rounds.offers, rounds._admitted, rounds._open, rounds.released = second.offers, 0, True, False
     rounds.admit()
     assert first.extend(100) is None

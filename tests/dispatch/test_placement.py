@@ -484,7 +484,7 @@ def test_ranks_that_are_left_keep_their_slots(amid: bool) -> None:
                 return [], []
             if not amid or group.rank != 1:
                 buffer.set_placement(moved)
-                buffer.rounds.filled.update({1: 3} if group.rank == 2 else {})  # it fills a slot for the next one
+                buffer.rounds.slots.filled.update({1: 3} if group.rank == 2 else {})  # it fills a slot for the next one
             if amid:
                 with pytest.raises((PeerLost, Mismatch)):
                     buffer.dispatch(x, ids, weights)

@@ -109,7 +109,7 @@ class Emulated:
         self.launch(kernels.gemm_kernel(dtype, gated, apart, schedule, product.dtype, epilogue), 2, args)
 
     def fused(self, ranks: LocalBuffers, calls: list[dict[str, Any]]) -> list[torch.Tensor]:
-        ids = [b.rounds.own_ids(call["topk_idx"]) for b, call in zip(ranks.buffers, calls, strict=True)]
+        ids = [b.rounds.experts.own_ids(call["topk_idx"]) for b, call in zip(ranks.buffers, calls, strict=True)]
         meant = [{**call, "topk_idx": own, "fused": True} for call, own in zip(calls, ids, strict=True)]
         given = [prepare_moe(b, **call) for b, call in zip(ranks.buffers, meant, strict=True)]
         self.run(ranks, given)

@@ -13,10 +13,10 @@ import torch
 import moecomm
 from moecomm import combine
 from moecomm.backends.lsa_kernels import combine_spec
-from moecomm.base.sampling import Sampling
 from moecomm.combine import verify
 from moecomm.dispatch import row_hash
 from moecomm.dispatch.verify import table_of_rows
+from moecomm.rounds.sampling import Sampling
 from moecomm.testing import LocalBuffers
 from moecomm.testing import ranks as local
 from moecomm.testing.prepare import prepare_combine

@@ -37,16 +37,14 @@ class FakeRank:
         self.rounds: Any = SimpleNamespace(
             flight=self.flight,
             session=session,
-            identity="0123456789abcdef",
+            origin=SimpleNamespace(identity="0123456789abcdef"),
             rank=rank,
             num_ranks=ranks,
             masked=frozenset(),
             local_experts=range(2),
-            retries=0,
-            absent=AbsentEntries(torch.device("cpu")),
+            experts=SimpleNamespace(absent=AbsentEntries(torch.device("cpu"))),
             hidden=64,
             on_cpu=on_host,
-            global_ranks=[],
             unraised=lambda: None,
         )
         self.rank = rank
@@ -78,7 +76,7 @@ class FakeRank:
         return flight_record(self.rounds)
 
     def write(self, folder: Path) -> None:
-        (folder / f"moecomm-{self.rounds.identity}-rank{self.rank}.json").write_text(json.dumps(self.record()))
+        (folder / f"moecomm-{self.rounds.origin.identity}-rank{self.rank}.json").write_text(json.dumps(self.record()))
 
 
 def random_calls(choose: random.Random, count: int) -> list[tuple[str, int]]:

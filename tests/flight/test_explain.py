@@ -162,7 +162,7 @@ def test_records_of_several_buffers_are_told_apart_and_the_newer_file_of_a_rank_
     old.make([("dispatch", 0)])
     newer = tmp_path / "newer.json"
     newer.write_text(json.dumps(old.record()))
-    new.rounds.identity = "f" * 16
+    new.rounds.origin.identity = "f" * 16
     new.write(tmp_path)
     first, second = explain(reading.read([newer, tmp_path]))
     assert (first.buffer, first.records[0].last) == ("0123456789abcdef", 2)

@@ -59,7 +59,7 @@ def settings_of(model: Model, ranks: int, tokens: int) -> Settings:
 
 
 def buffer_of(model: Model, ranks: int, tokens: int) -> SimpleNamespace:
-    return SimpleNamespace(fused_weights=forms.faster(H100, settings_of(model, ranks, tokens)))
+    return SimpleNamespace(origin=SimpleNamespace(fused_weights=forms.faster(H100, settings_of(model, ranks, tokens))))
 
 
 @pytest.mark.parametrize(

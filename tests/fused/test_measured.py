@@ -131,7 +131,7 @@ def test_a_capture_takes_what_is_known_or_the_tables(monkeypatch: pytest.MonkeyP
             found.append(two.forms_of(0)[-1])
             assert bool(two.measurements) == (len(found) > 2)
         buffer.rounds.layer_forms.clear()
-        buffer.rounds.fused_weights = {torch.bfloat16: True}
+        buffer.rounds.origin = buffer.rounds.origin._replace(fused_weights={torch.bfloat16: True})
         case = case_of(1, 1)
         call(buffer, case)
         found.append(two.forms_of(0)[-1])

@@ -200,7 +200,7 @@ def test_the_tuning_table_decides_the_form(fused: bool) -> None:
     sizes = SIZES[3] | {"ranks": 2}
     bounds = Bounds("bf16", 2, 1, 1) if fused else never("bf16", 2)
     with tuning.use(Table(layers=(bounds,))), opened(sizes) as ranks:
-        assert [buffer.rounds.fused_weights[torch.bfloat16] for buffer in ranks.buffers] == [fused] * 2
+        assert [buffer.rounds.origin.fused_weights[torch.bfloat16] for buffer in ranks.buffers] == [fused] * 2
         case = random_layer(3, **sizes, dtype=torch.bfloat16)
         case.wire = None
         for rank, out in enumerate(ranks.moe(calls_of(case))):

@@ -529,7 +529,7 @@ def test_gpus_raise_the_error_of_another_rank_when_their_streams_have_come_to_it
         good = [torch.arange(mine.start, mine.stop).float()]
         with moecomm.Buffer(group, **sizes, placement=IN_A_ROW, timeout_s=FAR_S) as buffer:
             ops.slot_weights(buffer, good)
-            buffer.rounds.exchanges._done = Event()
+            buffer.rounds.part(slots.Exchanges)._done = Event()
             for bad, error in (([torch.zeros(9)], moecomm.BadInput), ([good[0].double()], moecomm.Mismatch)):
                 for on.comes in (False, True):
                     with pytest.raises(error) if on.comes or group.rank == 1 else nullcontext():
@@ -555,7 +555,7 @@ def test_a_released_buffer_has_no_memory_for_weights() -> None:
         with moecomm.Buffer(group, **sizes, placement=IN_A_ROW, timeout_s=FAR_S) as buffer:
             good = [torch.ones(len(experts_of(group.rank, EXPERTS, RANKS)), 1 << 16)]
             before = ops.slot_weights(buffer, good)
-            memory = [weakref.ref(one.window._opened) for one in buffer.rounds.exchanges.by_kinds.values()]
+            memory = [weakref.ref(one.window._opened) for one in buffer.rounds.part(slots.Exchanges).by_kinds.values()]
             buffer.release_memory()
             assert [one() for one in memory] == [None]
             with pytest.raises(moecomm.MemoryReleased):

@@ -12,6 +12,7 @@ import moecomm
 from moecomm import ops
 from moecomm.base.arrays import window_tensor
 from moecomm.base.protocol import LAYOUTS
+from moecomm.ops.handles import Routes
 from tests.ops.ranks import case
 
 from ..backends.conftest import all_ranks
@@ -77,7 +78,7 @@ def test_every_rank_hears_of_it_and_goes_on(layout: str, domain_ranks: int | Non
         with c.buffer(group, domain_ranks=domain_ranks, timeout_s=60) as buffer:
             routed = ops.dispatch(buffer, c.x[rank], c.topk_idx[rank], c.topk_weights[rank], layout=layout)
             handle, x = routed.handle, c.x[rank]
-            route = next(iter(buffer.rounds.routes.values())).args.route
+            route = next(iter(buffer.rounds.part(Routes).by_kind.values())).args.route
             assert 0 <= route.sent - handle.memory.data_ptr() < len(handle.memory)
             want = {name: call(buffer, handle, routed.x, x) for name, call in CALLS.items()}
             for what, memory in changes(handle.memory, route, layout, seed=3):

@@ -173,9 +173,9 @@ def test_the_command_refreshes_a_terminal_and_restores_it(tmp_path: Path) -> Non
         terminal: dict[str, Any] = {"stdin": slave, "stdout": slave, "stderr": slave, "start_new_session": True}
         with subprocess.Popen(command, **beside_packages(tmp_path), **terminal) as process:
             try:
-                shown = read_until(master, f"Buffer {first.buffers[0].rounds.identity}, 2 of 2 ranks")
+                shown = read_until(master, f"Buffer {first.buffers[0].rounds.origin.identity}, 2 of 2 ranks")
                 Job(tmp_path, second).publish()
-                shown += read_until(master, f"Buffer {second.buffers[0].rounds.identity}, 2 of 2 ranks")
+                shown += read_until(master, f"Buffer {second.buffers[0].rounds.origin.identity}, 2 of 2 ranks")
                 assert HIDDEN_CURSOR in shown and SHOWN_CURSOR not in shown
                 os.write(master, b"\x03")
                 shown += read_until(master, SHOWN_CURSOR)

@@ -52,7 +52,7 @@ def lose_one(rank: int, group: Any, folder: str) -> tuple[str, int]:
     buffer.shrink()
     make_rounds(buffer)
     buffer.close()
-    return buffer.rounds.identity, buffer.rank
+    return buffer.rounds.origin.identity, buffer.rank
 
 
 def threads(ranks: int, *arguments: Any, run: Any = run_rank) -> None:

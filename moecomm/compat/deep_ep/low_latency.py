@@ -69,7 +69,7 @@ class LowLatencyHandle(LazyTuple):
         lambda self: layout_range(self.first or self.native),
         lambda self: self.native.rounds.max_tokens,
         lambda self: self.native.rounds.hidden,
-        lambda self: self.native.rounds.named_experts,
+        lambda self: self.native.rounds.experts.count,
     )
 
     native: Handle
@@ -224,7 +224,8 @@ class LowLatency(OverPool):
                 pool.agree(buffer)
             if cost is not None:
                 cost.before(rounds, "dispatch")
-            ids = topk_idx if rounds.ids is None and rounds.live is None else rounds.own_ids(topk_idx)  # -1: masked
+            experts = rounds.experts
+            ids = topk_idx if experts.ids is None and experts.live is None else experts.own_ids(topk_idx)  # -1: masked
             try:
                 if begins:
                     routed = dispatch_begin(rounds, request, x, ids, topk_weights, early=True, **more)
@@ -412,7 +413,7 @@ def _arriving(routed: Routed, x: torch.Tensor, request: Request) -> tuple[Any, C
 def _send_weights(pool: Pool, native: Handle, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> None:
     """A round of 16-byte rows: its weights land in the rows' order, and become those of the handle."""
     rounds = native.rounds
-    sizes = (_WEIGHTS_HIDDEN, rounds.named_experts, rounds.topk, rounds.max_tokens, torch.bfloat16)
+    sizes = (_WEIGHTS_HIDDEN, rounds.experts.count, rounds.topk, rounds.max_tokens, torch.bfloat16)
     small = pool.batched(rounds.device, *sizes, rounds.placement)
     rows = torch.empty((native.num_tokens, _WEIGHTS_HIDDEN), dtype=torch.bfloat16, device=rounds.device)
     pool.agree(small)
@@ -427,7 +428,7 @@ def _route_again(handle: LowLatencyHandle, topk_weights: torch.Tensor) -> None:
     rounds = handle.native.rounds
     rows = torch.empty((handle.native.num_tokens, rounds.hidden), dtype=rounds.dtype, device=rounds.device)
     try:
-        routed = dispatch(rounds, _PLAIN, rows, rounds.own_ids(handle.ids), topk_weights, sync=False)
+        routed = dispatch(rounds, _PLAIN, rows, rounds.experts.own_ids(handle.ids), topk_weights, sync=False)
     except RoundFailed as error:
         require_repeats(error)
         return _route_again(handle, topk_weights)

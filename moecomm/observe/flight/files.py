@@ -46,7 +46,7 @@ def watch(rounds: Rounds, before: Rounds | None) -> None:
         before: of the same Buffer, before shrink() or grow().
     """
     if before is not None:
-        rounds.flight.before = before.identity, before.rank
+        rounds.flight.before = before.origin.identity, before.rank
     folder = config.flight_directory()
     if folder is None:
         return
@@ -79,7 +79,7 @@ def _content(rounds: Rounds) -> bytes:
 
 
 def _file(folder: Path, rounds: Rounds) -> Path:
-    return folder / f"moecomm-{rounds.identity}-rank{rounds.rank}.json"
+    return folder / f"moecomm-{rounds.origin.identity}-rank{rounds.rank}.json"
 
 
 def _write(rounds: Rounds, path: Path, reason: str) -> None:

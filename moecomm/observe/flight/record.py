@@ -38,7 +38,7 @@ def flight_record(rounds: Rounds) -> dict[str, Any]:
     if not (flight.closed or flight.replays):
         with contextlib.suppress(RuntimeError):  # of a broken CUDA context
             begun = rounds.session.round_begun()
-    name = f"moecomm.Buffer {rounds.identity}"
+    name = f"moecomm.Buffer {rounds.origin.identity}"
     unraised = rounds.unraised()
     failures = [*flight.failures, *([] if unraised is None else [unraised])]
     failed = _failed_records(flight.entries(), failures)
@@ -52,7 +52,7 @@ def flight_record(rounds: Rounds) -> dict[str, Any]:
         "last_completed_collective": _last(entries, "completed"),
     }
     stats = None if flight.closed else own_stats(rounds)
-    ranks = list(rounds.global_ranks) or list(range(rounds.num_ranks))
+    ranks = list(rounds.flight.global_ranks) or list(range(rounds.num_ranks))
     return {
         "version": _TORCH_VERSION,
         "comm_lib_version": f"moecomm {_version()}",
@@ -61,7 +61,7 @@ def flight_record(rounds: Rounds) -> dict[str, Any]:
         "entries": entries,
         "moecomm": {
             "format": FORMAT,
-            "buffer": rounds.identity,
+            "buffer": rounds.origin.identity,
             "before": None if flight.before is None else {"buffer": flight.before[0], "rank": flight.before[1]},
             "rank": rounds.rank,
             "ranks": rounds.num_ranks,

@@ -61,11 +61,11 @@ def _read(rounds: Rounds, reset: bool) -> tuple[bytes, Beside]:
     if words is None:
         text = f"rank {rounds.rank} could not read its counters: the device does not answer"
         raise Timeout(text, rank=rounds.rank, peer=rounds.rank, phase="counters", op="stats", round=0)
-    beside = Beside(rounds.retries, rounds.absent.read(reset=reset))
+    beside = Beside(rounds.flight.retries, rounds.experts.absent.read(reset=reset))
     if reset:
         session.order()
         session.counters().zero_()
-        rounds.retries = 0
+        rounds.flight.retries = 0
     return words, beside
 
 

@@ -15,7 +15,6 @@ import socket
 import threading
 import time
 from collections import deque
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from moecomm.base import trusted_files
 from moecomm.base.trusted_files import Access
 from moecomm.observe.stats.counters import Beside, Stats
 from moecomm.rounds import names
-from moecomm.rounds.rounds import Rounds
+from moecomm.rounds.rounds import Part, Rounds
 
 log = logging.getLogger("moecomm")
 
@@ -61,18 +60,18 @@ class Publisher:
             rounds.session.relax_captures()
             if (stats := own_stats(rounds)) is None:
                 continue
-            name = f"moecomm-top-{rounds.identity}-rank{rounds.rank}.json"
+            name = f"moecomm-top-{rounds.origin.identity}-rank{rounds.rank}.json"
             there.add(name)
             samples = self._samples.setdefault(name, deque(maxlen=WINDOW + 1))
             samples.append(Sample(time.time_ns(), stats))
             content = json.dumps(_content(rounds, samples)).encode()
             with self._files:
                 if not (rounds.closed or self._ended):
-                    rounds.ended = partial(self._remove, name)
+                    rounds.add(_Published(self, name))
                     trusted_files.write(self._folder / name, Access.READ_ONLY, content)
         for name in self._samples.keys() - there:
             del self._samples[name]
-            self._remove(name)
+            self.remove(name)
 
     def end(self) -> None:
         """Remove all files, and write no more.  A forked child leaves those of its parent."""
@@ -80,11 +79,22 @@ class Publisher:
             with self._files:
                 self._ended = True
                 for name in list(self._samples):
-                    self._remove(name)
+                    self.remove(name)
 
-    def _remove(self, name: str) -> None:
+    def remove(self, name: str) -> None:
+        """Remove a file, if it is there."""
         with self._files, contextlib.suppress(OSError):  # close() does not fail for a folder that is gone
             (self._folder / name).unlink()
+
+
+class _Published(Part):
+    """The file of a Buffer, which ends with it."""
+
+    def __init__(self, publisher: Publisher, name: str) -> None:
+        self._publisher, self._name = publisher, name
+
+    def close(self) -> None:
+        self._publisher.remove(self._name)
 
 
 def own_stats(rounds: Rounds) -> Stats | None:
@@ -95,7 +105,7 @@ def own_stats(rounds: Rounds) -> Stats | None:
         return None
     if words is None:
         return None
-    beside = Beside(rounds.retries, rounds.absent.read())
+    beside = Beside(rounds.flight.retries, rounds.experts.absent.read())
     return Stats.of_words(words, rounds.num_ranks, len(rounds.local_experts), beside)
 
 
@@ -130,7 +140,7 @@ def _run(publisher: Publisher) -> None:
 def _content(rounds: Rounds, samples: deque[Sample]) -> dict[str, Any]:
     return {
         "format": FORMAT,
-        "buffer": rounds.identity,
+        "buffer": rounds.origin.identity,
         "rank": rounds.rank,
         "ranks": rounds.num_ranks,
         "backend": rounds.session.name,

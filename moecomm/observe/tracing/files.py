@@ -41,7 +41,7 @@ class SpanFile:
 
     def __init__(self, folder: Path, rounds: Rounds, before: Rounds | None) -> None:
         number = secrets.token_hex(4)  # a Buffer may be traced several times
-        path = folder / f"moecomm-{rounds.identity}-rank{rounds.rank}-{number}{SUFFIX}"
+        path = folder / f"moecomm-{rounds.origin.identity}-rank{rounds.rank}-{number}{SUFFIX}"
         self._file = trusted_files.create(path, Access.READ_ONLY)
         weakref.finalize(self, os.close, self._file)
         self._put(_header(rounds, before))
@@ -154,14 +154,14 @@ def _step(begin_ns: int, end_ns: int, round_number: int, worker: int, peer: int,
 def _header(rounds: Rounds, before: Rounds | None) -> dict[str, Any]:
     return {
         "format": FORMAT,
-        "buffer": rounds.identity,
-        "before": None if before is None else {"buffer": before.identity, "rank": before.rank},
+        "buffer": rounds.origin.identity,
+        "before": None if before is None else {"buffer": before.origin.identity, "rank": before.rank},
         "rank": rounds.rank,
         "ranks": rounds.num_ranks,
         "host": socket.gethostname(),
         "clock": clock_domain().hex(),
         "pid": os.getpid(),
         "backend": rounds.session.name,
-        "barrier": list(rounds.barrier),
+        "barrier": list(rounds.origin.barrier),
         "began_ns": now_ns(),
     }

@@ -3,32 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, Protocol
 
-from moecomm import _native
+from moecomm.ranks.session import RowTables
 
 _SPREAD = 0x9E3779B9  # 2^32 over the golden ratio
-
-
-def hash_words(ranks: int, domains: int) -> int:
-    """Return the int64 of a token's hashes in a verified combine of GPUs: CombineCall::kHashWords."""
-    words = ranks + (2 * domains if domains > 1 else 0)
-    return words + words % 2
-
-
-def told_bytes(domain_ranks: int) -> int:
-    """Return the bytes of hashes beside a sum of a domain of so many ranks: CombineCall::kToldBytes."""
-    return -(-8 * (1 + domain_ranks) // 16) * 16
-
-
-class RowTables(Protocol):
-    """Hashes of the rows that combines of CPU ranks move, of all ranks."""
-
-    checks: _native.RowChecks
-
-    def combine(self, args: _native.CombineArgs) -> None:
-        """Run a combine whose rows are checked.  All ranks do."""
-        ...
 
 
 class Sampling:
@@ -37,13 +15,12 @@ class Sampling:
     Its place among them changes, so that a model of some number of layers has rounds of all layers verified.
 
     Attributes:
-        plans: the small dispatches that verify others, see moecomm/dispatch/small.py.
+        tables: hashes of the rows that combines of CPU ranks move; None on GPUs.
     """
 
-    def __init__(self, every: int) -> None:
-        self._every = every
+    def __init__(self, every: int, tables: RowTables | None = None) -> None:
+        self._every, self.tables = every, tables
         self._counts: Counter[str] = Counter()
-        self.plans: dict[tuple[str, bool, int], Any] = {}
 
     def due(self, op: str, capturing: bool) -> bool:
         """Count a round, and return whether it is verified.
