@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple
 
 import torch
 from typing_extensions import TypeVar
@@ -26,64 +26,59 @@ ByExpert_co = TypeVar("ByExpert_co", covariant=True, default=torch.Tensor | None
 WHOLE, BEGIN, END = (int(part) for part in (_native.Part.whole, _native.Part.begin, _native.Part.end))
 
 
-class DispatchPlan(Protocol):
-    """moecomm.dispatch.plan.Plan, as its outputs see it."""
+class DispatchPlan:
+    """The plan of a dispatch, as its outputs see it: moecomm.dispatch.plan.Plan, or one that stands for it.
+
+    Groups of tensors come one by one from tensor(), unless a class has them in one step.
+
+    Attributes:
+        base: address of this rank's window.
+        owner: of the window's memory.
+        rows_shape: returns `[rows]`, or `[E/R, rows of each]` (batched).
+        run: runs a dispatch, or half of one, on the executor.
+        record: enters a call into the flight recorder; returns its number there.
+        trim: frees the memory of rows that did not arrive.
+        tensor: returns a tensor of Routed, by its name there.
+        rows_tensor: returns x as it arrived, also where rows are bytes.
+    """
 
     layout: Layout
-    base: int  # address of this rank's window
+    base: int
     topk: int
     local_experts: int
     x_dtype: torch.dtype
     scales_dtype: torch.dtype | None
     device: torch.device
-    owner: object  # of the window's memory
+    owner: object
+    rows_shape: Callable[[_native.DispatchArgs], tuple[int, ...]]
+    run: Callable[[_native.DispatchArgs], None]
+    record: Callable[[_native.DispatchArgs], int]
+    trim: Callable[[Any, int], None]
+    tensor: Callable[[str, Any], torch.Tensor | None]
+    rows_tensor: Callable[[Any], torch.Tensor]
 
-    def rows_shape(self, args: _native.DispatchArgs) -> tuple[int, ...]:
-        """`[rows]`, or `[E/R, rows of each]` (batched)."""
-        ...
-
-    def run(self, args: _native.DispatchArgs) -> None:
-        """Run a dispatch, or half of one, on the executor."""
-        ...
-
-    def record(self, args: _native.DispatchArgs) -> int:
-        """Enter a call into the flight recorder; return its number there."""
-        ...
-
-    def trim(self, routed: Any, rows: int) -> None:
-        """Free the memory of rows that did not arrive."""
-        ...
-
-    def tensor(self, name: str, routed: Any) -> torch.Tensor | None:
-        """A tensor of Routed, by its name there."""
-        ...
-
-    def rows_tensor(self, routed: Any) -> torch.Tensor:
-        """x, before its form is read."""
-        ...
-
-    def flat_tensors(self, routed: Any) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
-        """x, scales, topk_idx and topk_weights of a flat dispatch in one step.  Scales were given, by row."""
-        ...
+    def flat_tensors(self, routed: Any) -> tuple[Any, ...]:
+        """Return x, scales, topk_idx and topk_weights of a flat dispatch.  Scales were given, by row."""
+        return tuple(self.tensor(name, routed) for name in ("x", "scales", "topk_idx", "topk_weights"))
 
     def expert_tensors(self, routed: Any, *, counted: bool = False) -> tuple[Any, ...]:
-        """x, scales and row_weights of an expert dispatch in one step; `counted`: and rows_per_expert."""
-        ...
+        """Return x, scales and row_weights of an expert dispatch; `counted`: and rows_per_expert."""
+        names = ("x", "scales", "row_weights", *(("rows_per_expert",) if counted else ()))
+        return tuple(self.tensor(name, routed) for name in names)
 
-    def layer_tensors(self, routed: Any) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """x, scales and tokens_per_expert of an expert dispatch in one step, as given or cast to FP8."""
-        ...
+    def layer_tensors(self, routed: Any) -> tuple[Any, ...]:
+        """Return x, scales and tokens_per_expert of an expert dispatch, as given or cast to FP8."""
+        return tuple(self.tensor(name, routed) for name in ("x", "scales", "tokens_per_expert"))
 
     def batched_tensors(self, routed: Any, *, scaled: bool = False) -> tuple[Any, ...]:
-        """x and tokens_per_expert of a batched dispatch in one step, before or after it has arrived.
-
-        `scaled`: and scales.
-        """
-        ...
+        """Return x and tokens_per_expert of a batched dispatch, arrived or not; `scaled`: and scales."""
+        names = ("x", "tokens_per_expert", *(("scales",) if scaled else ()))
+        return tuple(self.tensor(name, routed) for name in names)
 
     def table_tensors(self, routed: Any) -> tuple[Any, ...]:
-        """topk_weights (flat) or row_weights, src, tokens_per_expert, num_rows and topk_idx or None in one step."""
-        ...
+        """Return topk_weights (flat) or row_weights, src, tokens_per_expert, num_rows, and topk_idx or None."""
+        names = ("topk_weights" if self.layout == "flat" else "row_weights", "src", "tokens_per_expert")
+        return tuple(self.tensor(name, routed) for name in (*names, "num_rows", "topk_idx"))
 
 
 class Handle(Bound):
@@ -128,14 +123,6 @@ class Handle(Bound):
         if weights is not None and weights.data_ptr() != address:  # by `.data =` or set_()
             want = "a change in place, which combine reads, or combine(topk_weights=)"
             raise BadInput("row_weights", "a tensor whose memory has been replaced", want)
-
-
-class Form(Protocol):
-    """moecomm.dispatch.payloads.Payload, as a Routed sees it."""
-
-    def tensor(self, name: str, routed: Any) -> Any:
-        """Return a tensor of Routed, by its name there; of "extras" a tuple."""
-        ...
 
 
 class Chunk(NamedTuple):
@@ -232,12 +219,12 @@ class Routed(Bound, Generic[X_co, Scales_co, Flat_co, ByExpert_co]):
         "check",
         "copies",
         "dropped",
-        "form",
         "handle",
         "inputs",
         "payload",
         "plan",
         "sync",
+        "unpack",
     )
     _instead = "its tensors, and topk_idx and topk_weights to dispatch again"
 
@@ -245,7 +232,8 @@ class Routed(Bound, Generic[X_co, Scales_co, Flat_co, ByExpert_co]):
         self.handle, self.plan, self.args, self.payload = handle, plan, args, payload
         self.sync = False
         self.dropped: torch.Tensor | None = None
-        self.form: Form | None = None  # of rows that arrive as bytes
+        # Reads a tensor, by its name here, of rows that arrive as bytes: moecomm.dispatch.payloads.Payload.tensor.
+        self.unpack: Callable[[str, Routed[Any, Any, Any, Any]], Any] | None = None
         self.back: Callable[[torch.Tensor], Any] | None = None  # to the caller's kind of arrays; None: torch's
         self.inputs: Any = None  # kept until the executor has read them
         self.check: Any = None  # of a verified dispatch, until it has run
@@ -274,7 +262,7 @@ class Routed(Bound, Generic[X_co, Scales_co, Flat_co, ByExpert_co]):
 
     @property
     def extras(self) -> tuple[Any, ...]:
-        return () if self.form is None else self._read("extras")
+        return () if self.unpack is None else self._read("extras")
 
     @property
     def tokens_per_expert(self) -> X_co:
@@ -317,7 +305,7 @@ class Routed(Bound, Generic[X_co, Scales_co, Flat_co, ByExpert_co]):
                 raise BadInput(
                     "routed", "a dispatch that has only begun", "dispatch_end(routed) before its tensors are read"
                 )
-            tensor = self.form.tensor(name, self) if self.form is not None else self.plan.tensor(name, self)
+            tensor = (self.plan.tensor if self.unpack is None else self.unpack)(name, self)
             if name == "row_weights" and tensor is not None:
                 self.handle.weights_read = weakref.ref(tensor), tensor.data_ptr(), _version_of(tensor)
             if tensor is not None and self.back is not None:

@@ -27,11 +27,11 @@ struct Known {
     static py::object name(const char* text) { return py::reinterpret_steal<py::object>(PyUnicode_InternFromString(text)); }
 
     const py::object args = name("args"), back = name("back"), block = name("block"), check = name("check"), copies = name("copies"),
-                     data_ptr = name("data_ptr"), dropped = name("dropped"), form = name("form"), dtype = name("dtype"),
-                     extend = name("extend"), handle = name("handle"), inputs = name("inputs"), layout = name("layout"),
-                     native = name("native"), new_empty = name("new_empty"), options = name("options"), payload = name("payload"),
-                     plan = name("plan"), requires_grad = name("requires_grad"), rounds = name("rounds"), sync = name("sync"),
-                     tensors = name("_tensors"), unfinished = name("unfinished"), weighted = name("weighted"),
+                     data_ptr = name("data_ptr"), dropped = name("dropped"), dtype = name("dtype"), extend = name("extend"),
+                     handle = name("handle"), inputs = name("inputs"), layout = name("layout"), native = name("native"),
+                     new_empty = name("new_empty"), options = name("options"), payload = name("payload"), plan = name("plan"),
+                     requires_grad = name("requires_grad"), rounds = name("rounds"), sync = name("sync"), tensor = name("tensor"),
+                     tensors = name("_tensors"), unfinished = name("unfinished"), unpack = name("unpack"), weighted = name("weighted"),
                      weights_read = name("weights_read");
     const py::module_ routed = py::module_::import("moecomm.routed");
     const py::object handle_type = routed.attr("Handle"), routed_type = routed.attr("Routed");
@@ -76,13 +76,13 @@ class KnownCalls {
 
     // The Routed, and true if the call is over; None if this is not a plain call of a kind that there was before.
     Result dispatch(py::object rounds, py::handle request, py::handle x, py::handle topk_idx, py::handle topk_weights, py::handle scales,
-                    py::handle max_rows, py::object handle, py::handle sync, py::handle form) {
+                    py::handle max_rows, py::object handle, py::handle sync, py::handle packing) {
         if (failed() || !(sync.is_none() || PyBool_Check(sync.ptr()))) return nothing_;
         const bool waits = sync.is_none() ? on_host_ : sync.ptr() == Py_True, repeats = !handle.is_none();
         if (repeats && !(is_from(handle, rounds) && topk_idx.is_none() && topk_weights.is_none() && max_rows.is_none())) return nothing_;
         const py::object layout = repeats ? get(get(handle, known_.plan), known_.layout) : get(get(request, known_.options), known_.layout);
         // dispatch.options.Key: layout, repeat, chunk, payload, compares, request.
-        const py::object plans = plans_of(py::make_tuple(layout, repeats, false, form, false, request));
+        const py::object plans = plans_of(py::make_tuple(layout, repeats, false, packing, false, request));
         if (!plans) return nothing_;
         const DispatchTensors given(x, scales, topk_idx, topk_weights);
         if (!given.readable() || any_requires_grad(x, topk_weights)) return nothing_;
@@ -100,7 +100,7 @@ class KnownCalls {
             if (!args) return nothing_;
             const py::object bound = py::cast(*args), rows_here = py::cast(payload);
             if (!repeats) handle = new_handle(rounds, plan, bound, py::cast(kept));
-            const py::object routed = new_routed(handle, plan, bound, rows_here, waits, form);
+            const py::object routed = new_routed(handle, plan, bound, rows_here, waits, packing);
             auto& running = bound.cast<DispatchArgs&>();
             try {
                 run(*runner, prepared.kind, running);
@@ -260,14 +260,14 @@ class KnownCalls {
         return handle;
     }
 
-    py::object new_routed(py::handle handle, py::handle plan, py::handle args, py::handle payload, bool sync, py::handle form) const {
+    py::object new_routed(py::handle handle, py::handle plan, py::handle args, py::handle payload, bool sync, py::handle packing) const {
         py::object routed = made(known_.routed_type);
         set(routed, known_.handle, handle);
         set(routed, known_.plan, plan);
         set(routed, known_.args, args);
         set(routed, known_.payload, payload);
         set(routed, known_.sync, sync ? Py_True : Py_False);
-        set(routed, known_.form, form);
+        set(routed, known_.unpack, packing.is_none() ? py::none() : get(packing, known_.tensor));
         for (const py::object* none : {&known_.dropped, &known_.back, &known_.inputs, &known_.check, &known_.copies})
             set(routed, *none, Py_None);
         set(routed, known_.tensors, py::dict());

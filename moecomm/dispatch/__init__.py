@@ -231,7 +231,7 @@ def prepare(
     routed: Routed | None = rounds.plans.start(key, (rounds, *tensors, global_scale))
     if routed is None:
         routed = _start_checked(rounds, Key(*key), *tensors, global_scale)
-    routed.form = payload
+    routed.unpack = None if payload is None else payload.tensor
     routed.sync = rounds.on_cpu if sync is None else sync
     routed.copies = copies
     if first_token is not None:
@@ -385,7 +385,8 @@ def _dispatch_in_chunks(
         return _round(rounds, prepare(rounds, small, x, ids, weights, scales, **how))
 
     routed = several_rounds(rounds, lambda: chunks.dispatch(rounds, options, len(given.x), one))
-    routed.back, routed.sync, routed.form = given.back, True, payload
+    routed.back, routed.sync = given.back, True
+    routed.unpack = None if payload is None else payload.tensor
     return routed
 
 
@@ -409,13 +410,13 @@ def _repeat_in_chunks(
         return _round(rounds, prepare(rounds, Request(options), x, scales=scales, handle=handle, **how))
 
     routed = several_rounds(rounds, lambda: chunks.repeat(options, given.x, given.scales, handle, one))
-    routed.back, routed.form = given.back, packed.payload
+    routed.back, routed.unpack = given.back, None if packed.payload is None else packed.payload.tensor
     return routed
 
 
 def _round(rounds: Rounds, routed: Routed) -> Routed:
     """Run the round of a chunk, whose rows stay bytes until they are joined."""
-    routed.form = None
+    routed.unpack = None
     run(routed)
     rounds.turn.made += 1
     return finish(rounds, routed, copied=True)

@@ -17,7 +17,7 @@ from moecomm.base.arrays import window_tensor
 from moecomm.base.choices import Layout
 from moecomm.dispatch.arguments import is_cast_to_bytes, travel_as_bytes
 from moecomm.dispatch.options import Options
-from moecomm.dispatch.outputs import ByName, as_bytes
+from moecomm.dispatch.outputs import as_bytes
 from moecomm.dispatch.tables import in_window, over, tables_of
 from moecomm.errors import TooManyRows
 from moecomm.rounds.rounds import Rounds
@@ -58,7 +58,7 @@ def in_parts(tokens: int, max_tokens: int, one: Callable[[slice], _Result]) -> I
         del done  # frees its memory for the next
 
 
-class Whole(ByName):
+class Whole(DispatchPlan):
     """The outputs of all chunks: the DispatchPlan of a Routed whose tensors are there already."""
 
     def __init__(self, like: DispatchPlan, rows: tuple[int, ...], tensors: dict[str, torch.Tensor | None]) -> None:

@@ -111,35 +111,7 @@ BLOCK = _native.Block  # isinstance(..., torch.Tensor) takes much longer
 _NOTHING = cast("_native.Block", _native.Arena(0, 256).allocate(0))
 
 
-class ByName:
-    """Groups of tensors of a DispatchPlan, from its tensor()."""
-
-    def tensor(self, name: str, routed: Any) -> Any:
-        raise NotImplementedError
-
-    def rows_tensor(self, routed: Any) -> Any:
-        raise NotImplementedError
-
-    def flat_tensors(self, routed: Any) -> tuple[Any, ...]:
-        return tuple(self.tensor(name, routed) for name in ("x", "scales", "topk_idx", "topk_weights"))
-
-    def expert_tensors(self, routed: Any, *, counted: bool = False) -> tuple[Any, ...]:
-        names = ("x", "scales", "row_weights", *(("rows_per_expert",) if counted else ()))
-        return tuple(self.tensor(name, routed) for name in names)
-
-    def layer_tensors(self, routed: Any) -> tuple[Any, ...]:
-        return tuple(self.tensor(name, routed) for name in ("x", "scales", "tokens_per_expert"))
-
-    def batched_tensors(self, routed: Any, *, scaled: bool = False) -> tuple[Any, ...]:
-        names = ("x", "tokens_per_expert", *(("scales",) if scaled else ()))
-        return tuple(self.tensor(name, routed) for name in names)
-
-    def table_tensors(self, routed: Any) -> tuple[Any, ...]:
-        names = ("topk_weights" if routed.plan.layout == "flat" else "row_weights", "src", "tokens_per_expert")
-        return tuple(self.tensor(name, routed) for name in (*names, "num_rows", "topk_idx"))
-
-
-class Outside(ByName):
+class Outside(DispatchPlan):
     """The DispatchPlan of a Routed with tensors outside of the window."""
 
     def __init__(self, inside: DispatchPlan) -> None:

@@ -18,10 +18,10 @@ from moecomm.dispatch.options import SCALE_LAYOUTS, Gradients, Key
 from moecomm.gpu import used_rows
 from moecomm.rounds import signature
 from moecomm.rounds.rounds import Rounds
-from moecomm.routed import BEGIN, END, WHOLE, Handle, Routed
+from moecomm.routed import BEGIN, END, WHOLE, DispatchPlan, Handle, Routed
 
 
-class Plan(outputs.ByName):
+class Plan(DispatchPlan):
     """Dispatches of one Key, for tensors of the types that `like` has."""
 
     def __init__(self, rounds: Rounds, key: Key, like: Tensors) -> None:

@@ -216,7 +216,7 @@ class Buffer(LowLatency):
         routed = normal.route(pool, given, ids, topk_weights, num_experts, num_worst_tokens, num_sms)
         made = normal_handle(routed.handle, Buffer.num_sms if config is None else config.num_sms)
         found: tuple[Any, ...]
-        if routed.form is None:  # all in one step
+        if routed.unpack is None:  # all in one step
             found = routed.plan.flat_tensors(routed)
         else:
             found = routed.x, routed.scales, routed.topk_idx, routed.topk_weights

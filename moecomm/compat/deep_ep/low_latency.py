@@ -399,10 +399,10 @@ def _arriving(routed: Routed, x: torch.Tensor, request: Request) -> tuple[Any, C
     """Return outputs in another form than they arrive in, and what writes their scales once they are here."""
     experts, rows, hidden = x.shape[0], x.shape[1], routed.handle.rounds.hidden
     if request is _NVFP4:
-        assert routed.form is not None, "of another format than those that kernels know"
+        assert routed.unpack is not None, "of another format than those that kernels know"
         blocks = experts, -(-rows // 128), -(-hidden // 64), 32, 4, 4
         scales = torch.empty(blocks, dtype=torch.float8_e4m3fn, device=x.device)
-        recv_x = routed.form.tensor("x", routed).permute(1, 2, 0), scales.permute(3, 4, 1, 5, 2, 0)
+        recv_x = routed.unpack("x", routed).permute(1, 2, 0), scales.permute(3, 4, 1, 5, 2, 0)
         return recv_x, lambda arrived: scales.view(arrived.shape).copy_(arrived)
     columns = torch.empty((experts, -(-hidden // 128), rows), dtype=torch.float32, device=x.device)
     scales = columns.transpose(1, 2)
