@@ -21,7 +21,7 @@ import torch
 from moecomm.base import choices
 from moecomm.base.choices import *
 from moecomm.observe.stats import JobStats, Stats
-from moecomm.routed import Handle, Routed
+from moecomm.dispatch.routed import Handle, Routed
 
 T = torch.Tensor
 """

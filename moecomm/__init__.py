@@ -10,6 +10,7 @@ from moecomm.base import formats as formats
 from moecomm.base.layers import layer
 from moecomm.base.placement import Placement
 from moecomm.buffer import Buffer
+from moecomm.dispatch.routed import Handle, Routed
 from moecomm.errors import (
     Aborted,
     BadInput,
@@ -31,7 +32,6 @@ from moecomm.errors import (
 from moecomm.membership.meeting import Shrunk
 from moecomm.observe.tracing import trace
 from moecomm.ranks.rendezvous import local_ranks
-from moecomm.routed import Handle, Routed
 from moecomm.weights import ExpertWeights
 from moecomm.window import Window
 

@@ -15,6 +15,7 @@ from moecomm.base.keywords import unexpected
 from moecomm.base.placement import Placement
 from moecomm.combine import options as combine_options
 from moecomm.dispatch import options as dispatch_options
+from moecomm.dispatch.routed import Handle, Routed
 from moecomm.errors import RoundFailed
 from moecomm.fused import layer
 from moecomm.fused import options as layer_options
@@ -23,7 +24,6 @@ from moecomm.membership.meeting import Shrunk
 from moecomm.observe.stats import JobStats, Stats
 from moecomm.rounds import names
 from moecomm.rounds.rounds import Rounds
-from moecomm.routed import Handle, Routed
 
 _DISPATCH, _COMBINE = dispatch_options.Request(), combine_options.Request()  # made once: they are most calls'
 

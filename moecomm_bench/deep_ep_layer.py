@@ -18,10 +18,10 @@ from moecomm.base.protocol import MAX_TOPK
 from moecomm.buffer import Buffer
 from moecomm.compat import deep_ep
 from moecomm.dispatch.reference import quantize
+from moecomm.dispatch.routed import Handle
 from moecomm.errors import BadInput
 from moecomm.gpu import padding, routing_map
 from moecomm.ranks.rendezvous import rendezvous
-from moecomm.routed import Handle
 from moecomm.tools.progress import progress
 from moecomm_bench.case import RoundsCase
 from moecomm_bench.clock import Clock, percentiles, rounded

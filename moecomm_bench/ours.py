@@ -15,10 +15,10 @@ import torch.distributed as dist
 from moecomm import _native
 from moecomm.base.choices import CombineWire
 from moecomm.buffer import Buffer
+from moecomm.dispatch.routed import Handle
 from moecomm.errors import BadInput
 from moecomm.gpu import quantize_rows
 from moecomm.ranks.settings import Settings
-from moecomm.routed import Handle
 from moecomm.testing.prepare import prepare_combine, prepare_dispatch
 from moecomm_bench import overlap
 from moecomm_bench.case import FORMATS, GIVEN, RoundsCase, Traffic

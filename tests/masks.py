@@ -11,7 +11,7 @@ import torch
 
 import moecomm
 from moecomm.base.experts import experts_of
-from moecomm.routed import Routed
+from moecomm.dispatch.routed import Routed
 from moecomm.testing import LocalBuffers
 
 LAYOUTS = ("expert", "batched", "flat")

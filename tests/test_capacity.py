@@ -17,11 +17,11 @@ from moecomm.base.protocol import LAYOUTS
 from moecomm.compat.deep_ep.pool import _MORE_TOKENS
 from moecomm.compat.deep_ep.room import batched_room, room_for
 from moecomm.dispatch import finish, run
+from moecomm.dispatch.routed import ChunkedHandle
 from moecomm.errors import TooManyRows
 from moecomm.fused.kernels import row_pitch
 from moecomm.ranks.settings import Settings
 from moecomm.rounds.memory import WindowMemory
-from moecomm.routed import ChunkedHandle
 from moecomm.testing.prepare import prepare_dispatch
 
 from .backends.conftest import run_ranks

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import moecomm
-from moecomm.routed import ChunkedHandle
+from moecomm.dispatch.routed import ChunkedHandle
 
 from .backends.conftest import run_ranks
 from .few import few

@@ -20,10 +20,10 @@ import moecomm
 from moecomm import ops
 from moecomm.base import known as known_checks
 from moecomm.dispatch import observers
+from moecomm.dispatch.routed import Handle, Routed
 from moecomm.fused import Mxfp4, Nvfp4, interleave, layer, quantize_channels, quantize_weights
 from moecomm.ops.handles import Routes
 from moecomm.ops.operator import Operator
-from moecomm.routed import Handle, Routed
 
 HIDDEN, EXPERTS, TOPK, TOKENS = 64, 4, 2, 6
 CALLS, FILES = 5, 3  # of Python, before and after the native call

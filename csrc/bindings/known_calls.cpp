@@ -33,7 +33,7 @@ struct Known {
                      requires_grad = name("requires_grad"), rounds = name("rounds"), sync = name("sync"), tensor = name("tensor"),
                      tensors = name("_tensors"), unfinished = name("unfinished"), unpack = name("unpack"), weighted = name("weighted"),
                      weights_read = name("weights_read");
-    const py::module_ routed = py::module_::import("moecomm.routed");
+    const py::module_ routed = py::module_::import("moecomm.dispatch.routed");
     const py::object handle_type = routed.attr("Handle"), routed_type = routed.attr("Routed");
     const py::object is_grad_enabled = py::module_::import("torch").attr("is_grad_enabled");
     const py::object increment_version = py::module_::import("torch").attr("autograd").attr("graph").attr("increment_version");

@@ -16,11 +16,11 @@ from moecomm.combine.arguments import check, dequantized
 from moecomm.combine.options import Key, Options, Request
 from moecomm.combine.plan import Combining, Plan
 from moecomm.dispatch.arguments import check_handle
+from moecomm.dispatch.routed import ChunkedHandle, Handle, has_arrived
 from moecomm.errors import BadInput
 from moecomm.rounds.plans import check_hashable
 from moecomm.rounds.rounds import Rounds
 from moecomm.rounds.state import collective, several_rounds
-from moecomm.routed import ChunkedHandle, Handle, has_arrived
 
 __all__ = [
     "Combining",

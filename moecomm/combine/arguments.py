@@ -21,9 +21,9 @@ from moecomm.base.arrays import (
 from moecomm.base.choices import CAST_WIRES, WIRES
 from moecomm.base.protocol import DTYPES, MOST_WEIGHTS
 from moecomm.combine.options import Options, check_options, wire_dtype
+from moecomm.dispatch.routed import ChunkedHandle, Handle
 from moecomm.errors import BadInput, Unsupported
 from moecomm.rounds.rounds import Rounds
-from moecomm.routed import ChunkedHandle, Handle
 
 _AT_ONCE = 4096  # rows that are in float32 while they are dequantized
 

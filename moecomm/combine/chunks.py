@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from moecomm.combine.arguments import Tensors
+from moecomm.dispatch.routed import ChunkedHandle
 from moecomm.dispatch.tables import in_window
-from moecomm.routed import ChunkedHandle
 
 
 def combine(given: Tensors, handle: ChunkedHandle, topk: int, one: Callable[..., Any]) -> Any:

@@ -12,11 +12,11 @@ from moecomm.base.choices import CAST_WIRES
 from moecomm.base.protocol import DTYPES, LAYOUTS, TYPES
 from moecomm.combine.arguments import Tensors
 from moecomm.combine.options import Key, wire_dtype
+from moecomm.dispatch.routed import Handle
 from moecomm.dispatch.tables import table
 from moecomm.errors import BadInput
 from moecomm.rounds import signature
 from moecomm.rounds.rounds import Rounds
-from moecomm.routed import Handle
 
 
 class Combining:

@@ -18,6 +18,7 @@ import torch
 
 from moecomm.backends.lsa_kernels import reads_in_place
 from moecomm.combine.plan import Combining
+from moecomm.dispatch.routed import Handle
 from moecomm.dispatch.row_hash import hash_rows
 from moecomm.dispatch.small import small_dispatch
 from moecomm.dispatch.verify import Verdict, failed, table_of_rows
@@ -25,7 +26,6 @@ from moecomm.ranks.session import RowTables
 from moecomm.ranks.settings import hash_words
 from moecomm.rounds import corruption
 from moecomm.rounds.rounds import Rounds
-from moecomm.routed import Handle
 
 
 def checked(rounds: Rounds, combining: Combining, handle: Handle, y: Any) -> HostCheck | DeviceCheck | None:

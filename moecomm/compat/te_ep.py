@@ -36,11 +36,11 @@ from moecomm.compat.deep_ep.pool import (
     refuse,
 )
 from moecomm.dispatch import Options, Request, dispatch
+from moecomm.dispatch.routed import Handle
 from moecomm.dispatch.tables import kept
 from moecomm.errors import BadInput, Unsupported
 from moecomm.gpu import padding
 from moecomm.rounds.state import CollectiveCall
-from moecomm.routed import Handle
 
 __all__ = [
     "EpBuffer",

@@ -18,11 +18,11 @@ from moecomm.dispatch.drop import drop_checked
 from moecomm.dispatch.options import Gradients, Key, Options, Request, check_options, check_overflow
 from moecomm.dispatch.payloads import Packed, Payload, pack
 from moecomm.dispatch.plan import Plan
+from moecomm.dispatch.routed import BEGIN, END, ChunkedHandle, Handle, Routed
 from moecomm.errors import BadInput, TooManyRows
 from moecomm.gpu import quantize_rows
 from moecomm.rounds.rounds import Rounds
 from moecomm.rounds.state import collective, several_rounds
-from moecomm.routed import BEGIN, END, ChunkedHandle, Handle, Routed
 
 __all__ = [
     "Gradients",

@@ -14,9 +14,9 @@ from moecomm.base.arrays import as_tensor, check_rows, check_tensor
 from moecomm.base.protocol import QUANT_GROUP
 from moecomm.base.validation import check_integer
 from moecomm.dispatch.options import Options, check_options
+from moecomm.dispatch.routed import Handle
 from moecomm.errors import BadInput, Closed
 from moecomm.rounds.rounds import Rounds
-from moecomm.routed import Handle
 
 SCALE_TYPES = (torch.float32, torch.int32, torch.uint8, torch.int16, torch.float8_e8m0fnu)
 

@@ -18,10 +18,10 @@ from moecomm.base.choices import Layout
 from moecomm.dispatch.arguments import is_cast_to_bytes, travel_as_bytes
 from moecomm.dispatch.options import Options
 from moecomm.dispatch.outputs import as_bytes
+from moecomm.dispatch.routed import Chunk, ChunkedHandle, DispatchPlan, Handle, Routed
 from moecomm.dispatch.tables import in_window, over, tables_of
 from moecomm.errors import TooManyRows
 from moecomm.rounds.rounds import Rounds
-from moecomm.routed import Chunk, ChunkedHandle, DispatchPlan, Handle, Routed
 
 _Result = TypeVar("_Result")
 _BY_ROW = ("x", "scales", "topk_idx", "topk_weights", "row_weights")

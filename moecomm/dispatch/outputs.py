@@ -12,10 +12,10 @@ import torch
 
 from moecomm import _native
 from moecomm.base.arrays import DLPACK_WORDS
+from moecomm.dispatch.routed import DispatchPlan, Routed
 from moecomm.dispatch.tables import begin, moved, table, tables_of
 from moecomm.gpu import used_rows
 from moecomm.rounds.rounds import Rounds
-from moecomm.routed import DispatchPlan, Routed
 
 
 def x(routed: Routed) -> torch.Tensor:

@@ -19,10 +19,10 @@ from moecomm.base.arrays import as_tensor, check_tensor, refuse_gradients
 from moecomm.base.choices import ScaleLayout
 from moecomm.dispatch import reference
 from moecomm.dispatch.options import Options, check_options
+from moecomm.dispatch.routed import Routed
 from moecomm.errors import BadInput
 from moecomm.gpu import quantize_rows
 from moecomm.rounds.rounds import Rounds
-from moecomm.routed import Routed
 
 RAW = torch.uint8  # the dtype of rows that travel as bytes; no others have it
 ROW_ALIGNMENT = 16  # bytes

@@ -15,10 +15,10 @@ from moecomm.base.validation import is_integer
 from moecomm.dispatch import outputs
 from moecomm.dispatch.arguments import Tensors, scale_columns, scale_dtype, travel_as_bytes
 from moecomm.dispatch.options import SCALE_LAYOUTS, Gradients, Key
+from moecomm.dispatch.routed import BEGIN, END, WHOLE, DispatchPlan, Handle, Routed
 from moecomm.gpu import used_rows
 from moecomm.rounds import signature
 from moecomm.rounds.rounds import Rounds
-from moecomm.routed import BEGIN, END, WHOLE, DispatchPlan, Handle, Routed
 
 
 class Plan(DispatchPlan):

@@ -10,9 +10,9 @@ from moecomm import _native
 from moecomm.base.arrays import window_tensor
 from moecomm.base.choices import Layout
 from moecomm.base.protocol import LAYOUTS, TYPES
+from moecomm.dispatch.routed import Handle
 from moecomm.rounds import signature
 from moecomm.rounds.rounds import Part, Rounds
-from moecomm.routed import Handle
 
 _WORDS = 2  # int64 of a row, unless more are asked for; they travel as float32, of which only the bits count
 

@@ -14,7 +14,7 @@ import torch
 
 from moecomm import _native
 from moecomm.base.arrays import window_tensor
-from moecomm.routed import DispatchPlan, Handle, Routed
+from moecomm.dispatch.routed import DispatchPlan, Handle, Routed
 
 _OF_ROUTE = ("token_rows", "token_owner", "token_slot", "sent", "ranges", "rows", "row_weights", "src", "forwarded")
 _COUNTS = ("tokens_per_expert", "rows_per_expert", "num_rows")

@@ -18,12 +18,12 @@ from moecomm.dispatch import outputs, reference
 from moecomm.dispatch.arguments import is_cast_to_bytes
 from moecomm.dispatch.options import Options
 from moecomm.dispatch.payloads import as_they_travel
+from moecomm.dispatch.routed import Handle, Routed
 from moecomm.dispatch.row_hash import hash_rows
 from moecomm.dispatch.small import small_dispatch
 from moecomm.dispatch.tables import table
 from moecomm.rounds import corruption
 from moecomm.rounds.rounds import Rounds
-from moecomm.routed import Handle, Routed
 
 
 def checked(rounds: Rounds, routed: Routed, options: Options, x: Any, scales: Any) -> DispatchCheck | None:

@@ -20,6 +20,7 @@ from moecomm.dispatch.arguments import check_max_rows
 from moecomm.dispatch.chunks import in_parts
 from moecomm.dispatch.drop import drop_checked
 from moecomm.dispatch.options import check_overflow
+from moecomm.dispatch.routed import Routed
 from moecomm.errors import BadInput, TooManyRows
 from moecomm.fused import forms, kernels, pipeline, weight_format
 from moecomm.fused.activations import GatedActivation, check_activation
@@ -31,7 +32,6 @@ from moecomm.fused.pipeline import DispatchCall, Fused, Pipeline, Unfused
 from moecomm.fused.weight_format import WeightFormat, parts
 from moecomm.rounds.rounds import Rounds
 from moecomm.rounds.state import collective, several_rounds
-from moecomm.routed import Routed
 from moecomm.tuning.layers import Kind
 from moecomm.weights.copies import copies_of
 

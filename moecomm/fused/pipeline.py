@@ -19,6 +19,7 @@ from moecomm import combine, dispatch
 from moecomm.base.arrays import as_output_tensor, as_tensor, check_no_overlap, check_rows, check_tensor
 from moecomm.dispatch import PublishedOffsets
 from moecomm.dispatch.arguments import check_routing
+from moecomm.dispatch.routed import Routed
 from moecomm.fused import compute, gemm
 from moecomm.fused.activations import GatedActivation
 from moecomm.fused.biases import Biases
@@ -29,7 +30,6 @@ from moecomm.gpu.plain_kernel import PlainKernel, enqueue, load
 from moecomm.gpu.structs import struct
 from moecomm.rounds.rounds import Rounds
 from moecomm.rounds.spans import span
-from moecomm.routed import Routed
 
 
 class DispatchCall(NamedTuple):

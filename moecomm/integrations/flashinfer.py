@@ -23,10 +23,10 @@ from moecomm.base.choices import BackendName, OnTimeout, Wire
 from moecomm.base.experts import experts_of
 from moecomm.base.validation import check_flag
 from moecomm.buffer import Buffer
+from moecomm.dispatch.routed import Handle, Routed
 from moecomm.errors import BadInput, Closed, Unsupported
 from moecomm.integrations.flashinfer_masks import MaskedRanks, active_ranks
 from moecomm.ops.counted import counted
-from moecomm.routed import Handle, Routed
 
 try:
     from flashinfer.moe_ep import MoEEpCommunication, MoEEpDispatchResult, register_communication

@@ -12,10 +12,10 @@ from moecomm.base.arrays import shown_tensors
 from moecomm.base.choices import Layout
 from moecomm.dispatch.chunks import group_of_rows, in_parts, placed
 from moecomm.dispatch.outputs import as_bytes
+from moecomm.dispatch.routed import Chunk
 from moecomm.ops import handles
 from moecomm.ops.handles import Handle
 from moecomm.rounds import names
-from moecomm.routed import Chunk
 
 
 class Arrived(NamedTuple):

@@ -17,15 +17,15 @@ from moecomm import _native
 from moecomm.base.arrays import check_memory, shown_tensors
 from moecomm.base.choices import Layout
 from moecomm.base.protocol import LAYOUTS
+from moecomm.dispatch.routed import Handle as NativeHandle
 from moecomm.dispatch.tables import begin, moved
 from moecomm.errors import BadInput, Unsupported
 from moecomm.rounds import names
 from moecomm.rounds.rounds import Part, Rounds
 from moecomm.rounds.state import CollectiveCall
-from moecomm.routed import Handle as NativeHandle
 
 if TYPE_CHECKING:
-    from moecomm.routed import DispatchPlan, Routed
+    from moecomm.dispatch.routed import DispatchPlan, Routed
 
 _Tuple = TypeVar("_Tuple", bound="NamedTuple")
 _MOST_MOVED = 16

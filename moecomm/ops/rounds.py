@@ -20,6 +20,8 @@ from moecomm.combine import options as combine_options
 from moecomm.dispatch import dispatch as run_dispatch
 from moecomm.dispatch import options as dispatch_options
 from moecomm.dispatch.drop import drop_checked
+from moecomm.dispatch.routed import Handle as NativeHandle
+from moecomm.dispatch.routed import Routed
 from moecomm.dispatch.tables import tables_of
 from moecomm.errors import BadInput
 from moecomm.gpu import padding
@@ -29,8 +31,6 @@ from moecomm.ops.tidy import About, tidied
 from moecomm.rounds import names
 from moecomm.rounds.rounds import Rounds
 from moecomm.rounds.state import CollectiveCall
-from moecomm.routed import Handle as NativeHandle
-from moecomm.routed import Routed
 
 
 class Cast(NamedTuple):

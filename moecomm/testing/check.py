@@ -12,8 +12,8 @@ from moecomm.buffer import Buffer
 from moecomm.combine import reference as combine_reference
 from moecomm.combine.arguments import takes_weights
 from moecomm.dispatch import reference as dispatch_reference
+from moecomm.dispatch.routed import Routed
 from moecomm.errors import BadInput
-from moecomm.routed import Routed
 from moecomm.testing.cases import Case
 from moecomm.testing.ranks import LocalBuffers
 

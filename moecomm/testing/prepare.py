@@ -7,10 +7,10 @@ from typing import Any
 from moecomm import combine, dispatch
 from moecomm.buffer import Buffer
 from moecomm.dispatch.payloads import pack
+from moecomm.dispatch.routed import Handle, Routed
 from moecomm.fused import layer
 from moecomm.fused import options as layer_options
 from moecomm.fused.pipeline import Pipeline
-from moecomm.routed import Handle, Routed
 
 
 def prepare_dispatch(buffer: Buffer, x: Any, *tensors: Any, **call: Any) -> Routed:

@@ -15,10 +15,10 @@ from moecomm import _native, combine, dispatch
 from moecomm.base.placement import Placement
 from moecomm.buffer import Buffer
 from moecomm.combine.verify import HostCheck
+from moecomm.dispatch.routed import Routed
 from moecomm.fused.pipeline import Pipeline
 from moecomm.ranks.rendezvous import local_ranks
 from moecomm.rounds.rounds import Rounds
-from moecomm.routed import Routed
 from moecomm.testing.prepare import prepare_combine, prepare_dispatch, prepare_moe
 
 _STREAMS = 32

@@ -10,7 +10,7 @@ from torch.nn.functional import linear, silu
 
 from moecomm.base.choices import Layout
 from moecomm.buffer import Buffer
-from moecomm.routed import Routed
+from moecomm.dispatch.routed import Routed
 from moecomm.router import Router
 
 

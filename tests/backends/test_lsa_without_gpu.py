@@ -20,13 +20,13 @@ from moecomm.backends import between_rounds, gpu_counters, gpu_masks, lsa, lsa_k
 from moecomm.backends.gpu_peers import GpuPeers
 from moecomm.base.protocol import BALANCED, REPLICATED
 from moecomm.dispatch import launch
+from moecomm.dispatch.routed import Routed
 from moecomm.errors import Unsupported
 from moecomm.gpu import cuda_driver, plain_kernel
 from moecomm.ranks.collective import NoRoom
 from moecomm.ranks.group import Rendezvous
 from moecomm.ranks.rendezvous import Alone
 from moecomm.ranks.settings import Settings
-from moecomm.routed import Routed
 from moecomm.testing import LocalBuffers
 
 from ..fresh_python import run_python

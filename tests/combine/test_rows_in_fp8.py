@@ -9,9 +9,9 @@ import torch
 
 import moecomm
 from moecomm.combine import arguments
+from moecomm.dispatch.routed import ChunkedHandle
 from moecomm.errors import BadInput
 from moecomm.fused import Fp8
-from moecomm.routed import ChunkedHandle
 from moecomm.testing import LocalBuffers
 
 RANKS, HIDDEN, TOPK, TOKENS = 4, 208, 3, 20

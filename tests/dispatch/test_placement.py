@@ -17,8 +17,8 @@ import moecomm
 from moecomm import Placement, balance, nn, ops
 from moecomm.base import replicas
 from moecomm.base.choices import Layout, ReplicaChoice
+from moecomm.dispatch.routed import ChunkedHandle
 from moecomm.errors import BadInput, Mismatch, PeerLost, Unsupported
-from moecomm.routed import ChunkedHandle
 from moecomm.testing import LocalBuffers, check_case, random_case, random_sizes
 from moecomm.testing.cases import placed, random_placement
 from moecomm.testing.check import Wanted, again_call, dispatch_call

@@ -18,6 +18,7 @@ from moecomm import _native
 from moecomm.backends.host import HostSession
 from moecomm.base.choices import ReplicaChoice
 from moecomm.dispatch.reference import quantize
+from moecomm.dispatch.routed import Routed
 from moecomm.fused import (
     Fp8,
     compute,
@@ -38,7 +39,6 @@ from moecomm.fused.kernels import row_pitch
 from moecomm.fused.operands import check_operands
 from moecomm.fused.schedules import FP8_SCHEDULES, SCHEDULES
 from moecomm.gpu.structs import struct
-from moecomm.routed import Routed
 from moecomm.testing import LayerCase, LocalBuffers, random_layer
 from moecomm.testing import ranks as local
 from moecomm.testing.prepare import prepare_moe

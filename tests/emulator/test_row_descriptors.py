@@ -13,7 +13,7 @@ import moecomm
 from moecomm.base.experts import experts_of, owners_of
 from moecomm.dispatch import PublishedOffsets
 from moecomm.dispatch.plan import DESCRIPTOR_BYTES
-from moecomm.routed import Routed
+from moecomm.dispatch.routed import Routed
 from moecomm.testing import LocalBuffers
 from moecomm.testing import ranks as local
 from moecomm.testing.prepare import prepare_dispatch

@@ -10,7 +10,7 @@ import torch
 
 import moecomm
 from moecomm import ops
-from moecomm.routed import ChunkedHandle
+from moecomm.dispatch.routed import ChunkedHandle
 from moecomm.testing import LocalBuffers
 
 from ..conftest import Ranks

@@ -16,10 +16,10 @@ from moecomm.base.protocol import PEER_COUNTERS, SCALAR_COUNTERS
 from moecomm.buffer import Buffer
 from moecomm.compat.deep_ep.event import EventHandle
 from moecomm.compat.deep_ep.pool import check_dimensions
+from moecomm.dispatch.routed import Routed
 from moecomm.errors import BadInput
 from moecomm.observe.stats.counters import WAITS
 from moecomm.rounds.rounds import Rounds
-from moecomm.routed import Routed
 
 _FIRST_WAIT = PEER_COUNTERS - len(WAITS)
 

@@ -31,12 +31,12 @@ from moecomm.compat.deep_ep.pool import (
     refuse,
 )
 from moecomm.compat.names import takes
+from moecomm.dispatch.routed import Routed
 from moecomm.dispatch.tables import kept
 from moecomm.errors import BadInput, Unsupported
 from moecomm.gpu import padding
 from moecomm.ranks.rendezvous import rendezvous
 from moecomm.ranks.settings import Settings
-from moecomm.routed import Routed
 
 _TOPK_HINT = 32  # when a caller does not say it: the most there can be
 _FEW_SMS, _MANY_SMS = 16, 64  # measured to be enough beside computations, and alone

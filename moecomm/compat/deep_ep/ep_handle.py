@@ -8,9 +8,9 @@ import torch
 
 from moecomm.compat.deep_ep import layout
 from moecomm.compat.deep_ep.lazy import by_token
+from moecomm.dispatch.routed import ChunkedHandle, Handle
 from moecomm.dispatch.tables import kept, table
 from moecomm.errors import BadInput
-from moecomm.routed import ChunkedHandle, Handle
 
 
 class EPHandle:

@@ -32,11 +32,11 @@ from moecomm.compat.deep_ep.pool import (
     refuse,
 )
 from moecomm.dispatch import Options, Request, dispatch
+from moecomm.dispatch.routed import Handle, Routed
 from moecomm.dispatch.tables import kept
 from moecomm.errors import BadInput
 from moecomm.gpu import padding
 from moecomm.gpu.routing_map import ids_of, weights_at
-from moecomm.routed import Handle, Routed
 
 __all__ = ["HybridEPBuffer", "HybridEPDispatchHandle", "HybridEPHandle", "indices_to_map"]
 

@@ -11,8 +11,8 @@ from moecomm.base.arrays import check_tensor
 from moecomm.base.validation import check_same_device
 from moecomm.compat.deep_ep.lazy import LazyTuple
 from moecomm.compat.deep_ep.pool import check_dimensions
+from moecomm.dispatch.routed import Handle
 from moecomm.dispatch.tables import kept
-from moecomm.routed import Handle
 
 _PROBS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 
 from moecomm.compat.deep_ep.lazy import LazyTuple, by_token, tokens_of_ranks
+from moecomm.dispatch.routed import Handle
 from moecomm.dispatch.tables import kept
-from moecomm.routed import Handle
 
 
 def counts(topk_idx: torch.Tensor, num_experts: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from moecomm.base.bound import Bound
+from moecomm.dispatch.routed import ChunkedHandle, Handle
 from moecomm.dispatch.tables import table
-from moecomm.routed import ChunkedHandle, Handle
 
 
 class LazyTuple(Bound, tuple[Any, ...]):

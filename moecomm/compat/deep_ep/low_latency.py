@@ -26,10 +26,10 @@ from moecomm.compat.deep_ep.pool import (
     refuse,
 )
 from moecomm.dispatch import Options, Request, dispatch, dispatch_begin
+from moecomm.dispatch.routed import Handle, Routed
 from moecomm.dispatch.tables import kept, table
 from moecomm.errors import BadInput, RoundFailed, Unsupported
 from moecomm.membership.masking import is_masked, require_repeats
-from moecomm.routed import Handle, Routed
 
 # Requests of a dispatch: rows as they are, in FP8, with scales that are powers of two or their exponents, in FP4.
 _PLAIN = Request(Options("batched"))

@@ -12,8 +12,8 @@ from moecomm.buffer import Buffer
 from moecomm.compat.deep_ep.pool import Pool, check_dimensions, described, grown
 from moecomm.dispatch import Options, Request
 from moecomm.dispatch import dispatch as run_dispatch
+from moecomm.dispatch.routed import Routed
 from moecomm.errors import BadInput
-from moecomm.routed import Routed
 
 _PACKED = 8  # columns in an element of NVFP4 rows
 

@@ -26,6 +26,7 @@ from moecomm.compat.deep_ep.event import comm_stream
 from moecomm.compat.deep_ep.room import Room, batched_room, room_for
 from moecomm.dispatch import dispatch
 from moecomm.dispatch.options import Gradients, Options, Request, check_num_sms
+from moecomm.dispatch.routed import Handle
 from moecomm.errors import BadInput, Closed, Mismatch, Unsupported
 from moecomm.membership.pending import PendingMasks
 from moecomm.ranks.group import Group
@@ -34,7 +35,6 @@ from moecomm.ranks.settings import MAX_FLAT_ROWS, Settings
 from moecomm.rounds.call_count import counted
 from moecomm.rounds.rounds import Rounds
 from moecomm.rounds.signature import GROW
-from moecomm.routed import Handle
 
 _LOW_LATENCY = "Buffer.low_latency_dispatch"
 _TIMEOUT_S = 100.0  # of a wait, as in DeepEP's kernels (NUM_TIMEOUT_CYCLES)

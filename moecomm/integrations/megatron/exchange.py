@@ -18,6 +18,7 @@ from moecomm import dispatch
 from moecomm.base.choices import Quantize
 from moecomm.buffer import Buffer
 from moecomm.compat.deep_ep.pool import grown
+from moecomm.dispatch.routed import ChunkedHandle, Handle, Routed
 from moecomm.dispatch.tables import over, tables_of
 from moecomm.gpu import padding
 from moecomm.integrations.megatron.buffers import PLAIN, Buffers, Formats, Key, Limits
@@ -25,7 +26,6 @@ from moecomm.ops import handles
 from moecomm.ops.rounds import Cast, rows_as_asked, rows_of
 from moecomm.ranks.settings import Settings
 from moecomm.rounds.state import CollectiveCall
-from moecomm.routed import ChunkedHandle, Handle, Routed
 
 _ALIGNMENT = 128  # the largest that Settings.round_bytes has room for
 

@@ -15,11 +15,11 @@ from vllm.v1.worker.ubatching import dbo_maybe_run_recv_hook
 from moecomm import combine as combining
 from moecomm.base.placement import Placement
 from moecomm.compat.deep_ep.arrival import Arrival
+from moecomm.dispatch.routed import Routed
 from moecomm.errors import BadInput, Unsupported
 from moecomm.integrations.vllm.managers import OpenedBuffers
 from moecomm.integrations.vllm.quantization import Cast, cast, for_experts, is_cast_first
 from moecomm.integrations.vllm.steps import PrepareAndFinalize, Sent, apart, counted_by_pool, nothing, weighted_input
-from moecomm.routed import Routed
 
 
 class BatchedPrepareAndFinalize(PrepareAndFinalize):

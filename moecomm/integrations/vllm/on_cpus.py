@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from vllm.config import get_current_vllm_config
 
+from moecomm.dispatch.routed import Routed
 from moecomm.integrations.vllm.managers import StandardManager
 from moecomm.integrations.vllm.standard import StandardPrepareAndFinalize
-from moecomm.routed import Routed
 
 
 class PrepareAndFinalizeOnCpus(StandardPrepareAndFinalize):

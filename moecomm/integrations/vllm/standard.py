@@ -24,12 +24,12 @@ from vllm.v1.worker.ubatching import (
 from moecomm import combine as combining
 from moecomm.base.experts import experts_of
 from moecomm.compat.deep_ep.normal import Given, route
+from moecomm.dispatch.routed import Handle, Routed
 from moecomm.errors import BadInput
 from moecomm.integrations.vllm.managers import OpenedBuffers
 from moecomm.integrations.vllm.quantization import Cast, cast, for_experts, is_cast_first
 from moecomm.integrations.vllm.steps import PrepareAndFinalize, Sent, apart, weighted_input
 from moecomm.rounds.call_count import CountedCall
-from moecomm.routed import Handle, Routed
 
 
 class StandardPrepareAndFinalize(PrepareAndFinalize):

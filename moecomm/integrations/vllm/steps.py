@@ -12,10 +12,10 @@ from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_enabled
 
 from moecomm import _native
 from moecomm.compat.names import takes
+from moecomm.dispatch.routed import Handle
 from moecomm.errors import BadInput, Unsupported
 from moecomm.integrations.vllm.managers import OpenedBuffers
 from moecomm.rounds.call_count import counted
-from moecomm.routed import Handle
 
 MICRO_BATCHES = 2
 
