@@ -70,7 +70,8 @@ class Build(build_ext):
         super().run()
         module = Path(self.get_ext_fullpath(native.name))
         stub = script("signatures.py").written(ROOT / "moecomm")
-        (module.parent / "overloads.pyi").write_text(stub, encoding="utf-8")
+        (module.parent / "buffer").mkdir(parents=True, exist_ok=True)
+        (module.parent / "buffer/overloads.pyi").write_text(stub, encoding="utf-8")
         command = [sys.executable, "csrc/bindings/stub.py", module, module.parent / "_native.pyi"]
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
         if done.returncode:
@@ -168,6 +169,7 @@ setup(
     package_dir={"moecomm": "moecomm", "moecomm.csrc": "csrc"},
     package_data={
         "moecomm": ["py.typed", "*.pyi"],
+        "moecomm.buffer": ["*.pyi"],
         "moecomm_bench.simulate": ["*.json"],
         "moecomm.tuning": ["*.json"],
         **{package: ["*.h", "*.cuh", "*.cu"] for package in HEADERS},  # shims may be compiled later

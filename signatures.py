@@ -1,8 +1,8 @@
-"""Writes moecomm/overloads.pyi: the calls of a Buffer as type checkers see them, an overload for each kind of result.
+"""Writes moecomm/buffer/overloads.pyi: calls of a Buffer for type checkers, an overload for each kind of result.
 
-A call has the arguments of its `def` in moecomm/buffer.py, and the fields of the class of options that
-moecomm/overloads.py names.  Which types of results depend on which arguments is here.  Tensors in mean tensors out; any
-other array means Any.  setup.py runs this; it imports nothing of moecomm.
+A call has the arguments of its `def` in moecomm/buffer/__init__.py, and the fields of the class of options that
+moecomm/buffer/overloads.py names.  Which types of results depend on which arguments is here.  Tensors in mean tensors
+out; any other array means Any.  setup.py runs this; it imports nothing of moecomm.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ CASES: dict[str, list[tuple[dict[str, str], str]]] = {
 def written(package: Path) -> str:
     """Return the text of overloads.pyi."""
     rooms, lines = rooms_of_options(package), [HEAD]
-    for node in ast.walk(ast.parse((package / "buffer.py").read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse((package / "buffer/__init__.py").read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef) and node.name in CASES:
             lines += _call(node, dict(_fields(package / rooms[node.name])) if node.name in rooms else {})
     return "\n".join(lines)
 
 
 def rooms_of_options(package: Path) -> dict[str, str]:
-    """Return the file of the options of each call, by moecomm/overloads.py."""
-    overloads = (package / "overloads.py").read_text(encoding="utf-8")
+    """Return the file of the options of each call, by moecomm/buffer/overloads.py."""
+    overloads = (package / "buffer/overloads.py").read_text(encoding="utf-8")
     rooms = {name: room for room, name in re.findall(r"^from moecomm\.(\w+) import options as (\w+)$", overloads, re.M)}
     calls = re.findall(r"^(\w+) = takes\((\w+)\.Options\)$", overloads, re.M)
     return {call: f"{rooms[name]}/options.py" for call, name in calls}

@@ -23,7 +23,7 @@ from griffe import (
 )
 
 ROOT = Path(__file__).parent.parent
-OPTIONS = "**options"  # of a call: stands for the fields of the class that moecomm/overloads.py names
+OPTIONS = "**options"  # of a call: stands for the fields of the class that moecomm/buffer/overloads.py names
 
 
 class Arguments(Extension):

@@ -42,7 +42,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "host": ("host/dispatch.cpp", "host/combine.cpp"),
     "calls": ("bindings/known_calls.cpp", "bindings/runner.cpp"),
     "balance": ("runtime/balance.cpp",),
-    "membership": ("../moecomm/elastic.py", "../moecomm/membership"),
+    "membership": ("../moecomm/buffer/elastic.py", "../moecomm/membership"),
     "deep_ep": ("../moecomm/compat/deep_ep",),
 }
 YOUNGER = (

@@ -133,7 +133,7 @@ def test_the_wheel_holds_the_package_and_the_headers_of_its_kernels(built: tuple
     packages = [path for package in ("moecomm", "moecomm_bench") for path in (tree / package).rglob("*")]
     assert {str(path.relative_to(tree)) for path in packages if path.suffix in (".py", ".json")} - names == set()
     assert {
-        f"moecomm/{name}" for name in ("py.typed", "_native.pyi", "overloads.pyi")
+        f"moecomm/{name}" for name in ("py.typed", "_native.pyi", "buffer/overloads.pyi")
     } <= names  # type checkers then use the package's types
     # Every kernel there is, and every header that a kernel includes, to the last.
     kernels = {f"moecomm/{path.relative_to(tree)}" for path in (tree / "csrc").rglob("*.cu*")}

@@ -1,7 +1,7 @@
 """Opening a Buffer: it ends in success on every rank, or in a named error on every rank, within the deadline.
 
-The windows themselves are opened by moecomm/elastic.py (open_rounds) inside such an opening.  Releasing a Buffer's
-memory and restoring it end likewise (moecomm/membership/suspension.py).
+The windows themselves are opened by moecomm/buffer/elastic.py (open_rounds) inside such an opening.  Releasing a
+Buffer's memory and restoring it end likewise (moecomm/membership/suspension.py).
 
 Ranks leave each other bytes on a board.  A failing rank writes its error into the outcome of the opening, which is
 decided once: by the first rank that fails, or by the first rank that sees all ranks ready.  Waiting ranks read it.

@@ -88,7 +88,7 @@ def test_type_checkers_see_every_argument_with_its_default() -> None:
     signatures = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(signatures)
     stub = signatures.written(ROOT / "moecomm")
-    built = Path(moecomm.__file__).parent / "overloads.pyi"
+    built = Path(moecomm.__file__).parent / "buffer/overloads.pyi"
     assert not built.exists() or built.read_text() == stub, "an older one: build again"
     calls = {node.name: node.body[1:] for node in ast.parse(stub).body if isinstance(node, ast.ClassDef)}
     assert list(calls) == ["DispatchCall", "DispatchBeginCall", "CombineCall", "MoeCall", "StatsCall"]

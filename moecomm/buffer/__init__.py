@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from moecomm import combine, dispatch, elastic, overloads
+from moecomm import combine, dispatch
 from moecomm.base import choices
 from moecomm.base.bound import Bound
 from moecomm.base.keywords import unexpected
 from moecomm.base.placement import Placement
+from moecomm.buffer import elastic, overloads
 from moecomm.combine import options as combine_options
 from moecomm.dispatch import options as dispatch_options
 from moecomm.dispatch.routed import Handle, Routed
