@@ -68,7 +68,7 @@ def rooms_of_options(package: Path) -> dict[str, str]:
     """Return the file of the options of each call, by moecomm/buffer/overloads.py."""
     overloads = (package / "buffer/overloads.py").read_text(encoding="utf-8")
     rooms = {name: room for room, name in re.findall(r"^from moecomm\.(\w+) import options as (\w+)$", overloads, re.M)}
-    calls = re.findall(r"^(\w+) = takes\((\w+)\.Options\)$", overloads, re.M)
+    calls = re.findall(r"^(\w+) = typed\((\w+)\.Options\)$", overloads, re.M)
     return {call: f"{rooms[name]}/options.py" for call, name in calls}
 
 

@@ -17,7 +17,7 @@ from moecomm.rounds.state import not_traced
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
-def takes(options: Any = None) -> Callable[[_Call], _Call]:
+def typed(options: Any = None) -> Callable[[_Call], _Call]:
     """Return the decorator of a call; `options`: the NamedTuple of its further keywords, if it has any."""
 
     def decorate(call: _Call) -> _Call:
@@ -29,8 +29,8 @@ def takes(options: Any = None) -> Callable[[_Call], _Call]:
     return decorate
 
 
-dispatch = takes(dispatch_options.Options)
-dispatch_begin = takes(dispatch_options.Options)
-combine = takes(combine_options.Options)
-moe = takes(layer_options.Options)
-stats = takes()
+dispatch = typed(dispatch_options.Options)
+dispatch_begin = typed(dispatch_options.Options)
+combine = typed(combine_options.Options)
+moe = typed(layer_options.Options)
+stats = typed()

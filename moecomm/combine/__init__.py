@@ -11,12 +11,13 @@ import torch
 from moecomm.base.arrays import note_written, refuse_gradients, window_tensor
 from moecomm.base.protocol import DTYPES
 from moecomm.base.validation import check_dtype
-from moecomm.combine import chunks, verify
-from moecomm.combine.arguments import check, dequantized
+from moecomm.combine import verify
+from moecomm.combine.arguments import Tensors, check, dequantized
 from moecomm.combine.options import Key, Options, Request
 from moecomm.combine.plan import Combining, Plan
 from moecomm.dispatch.arguments import check_handle
 from moecomm.dispatch.routed import ChunkedHandle, Handle, has_arrived
+from moecomm.dispatch.tables import in_window
 from moecomm.errors import BadInput
 from moecomm.rounds.plans import check_hashable
 from moecomm.rounds.rounds import Rounds
@@ -187,7 +188,7 @@ def _combine_chunks(
         return _round(rounds, prepare(rounds, part, y, handle, None, bias, weight_grads, topk_weights))
 
     part = request._replace(call="combine", layer=0, gradients=False)
-    found = several_rounds(rounds, lambda: chunks.combine(given, handle, rounds.topk, one))
+    found = several_rounds(rounds, lambda: _in_chunks(given, handle, rounds.topk, one))
     if out is not None:
         note_written("out", out)
     if given.back is None:
@@ -195,6 +196,30 @@ def _combine_chunks(
     if weight_grads is None:
         return given.back(found) if out is None else out
     return given.back(found[0]) if out is None else out, given.back(found[1])
+
+
+def _in_chunks(given: Tensors, handle: ChunkedHandle, topk: int, one: Callable[..., Any]) -> Any:
+    """Combine in as many rounds as the dispatch took.
+
+    Args:
+        given: the tensors of the combine, checked.
+        handle: of the dispatch.
+        topk: experts a token picks.
+        one: combines such tensors with the handle of one chunk: y, handle, out, bias, weight_grads, topk_weights.
+    """
+    y = given.y.detach()
+    out = y.new_empty((handle.num_tokens, y.shape[-1])) if given.out is None else given.out
+    grads = None if given.weight_grads is None else y.new_empty((handle.num_tokens, topk), dtype=torch.float32)
+    for chunk in handle.chunks:
+        tokens = chunk.tokens
+        bias = given.bias if given.bias is None or given.bias.ndim == 1 else given.bias[tokens]
+        wanted = None if given.weight_grads is None else chunk.of(given.weight_grads)
+        weights = None if given.topk_weights is None else given.topk_weights[tokens]
+        found = one(chunk.of(y), in_window(chunk.handle), bias, wanted, weights)
+        if grads is not None:
+            found, grads[tokens] = found
+        out[tokens] = found
+    return out if grads is None else (out, grads)
 
 
 def _check_arrived(rounds: Rounds, handle: Handle) -> None:

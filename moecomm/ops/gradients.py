@@ -91,38 +91,19 @@ def _combine_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _keep_moe(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    (  # in the order of the operator
-        x,
-        topk_idx,
-        topk_weights,
-        w13,
-        w13_scales,
-        w2,
-        w2_scales,
-        bias,
-        w13_bias,
-        w2_bias,
-        ctx.buffer,
-        activation,
-        ctx.interleaved,
-        ctx.max_rows,
-        *_,
-        ctx.overflow,
-        _,
-        ctx.layer,
-        limit,
-        alpha,
-        ctx.balance,
-        _,
-        _,
-    ) = inputs
-    if w13_scales is not None or w2_scales is not None:  # raised after the forward rounds, so no peer waits
+    given = dict(zip(layer.moe.names, inputs, strict=True))
+    if given["w13_scales"] is not None or given["w2_scales"] is not None:
+        # After the forward rounds, so no peer waits.
         raise Unsupported(
             "gradients of a layer with weights in FP8, or otherwise quantized: call it under torch.no_grad()"
         )
+    bias = given["bias"]
     ctx.one_bias = bias is not None and bias.ndim == 1
-    ctx.activation = activation, limit, alpha
-    ctx.save_for_backward(x, topk_idx, topk_weights, w13, w2, w13_bias, w2_bias)
+    ctx.activation = given["activation"], given["activation_limit"], given["activation_alpha"]
+    ctx.rounds = given["buffer"], given["interleaved"], given["max_rows"], given["overflow"]
+    ctx.layer, ctx.balance = given["number"], given["balance"]
+    saved = ("x", "topk_idx", "topk_weights", "w13", "w2", "w13_bias", "w2_bias")
+    ctx.save_for_backward(*map(given.__getitem__, saved))
 
 
 def _moe_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
@@ -130,9 +111,8 @@ def _moe_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     wants_w13_bias, wants_w2_bias, *others = rest
     x = weights = w13 = w2 = bias = w13_bias = w2_bias = None
     if wants_x or wants_weights or wants_w13 or wants_w2 or wants_w13_bias or wants_w2_bias:
-        about = ctx.buffer, ctx.interleaved, ctx.max_rows, ctx.overflow
         wants = wants_w13, wants_w2, ctx.layer
-        found = layer.moe_backward(grad, *ctx.saved_tensors, *about, *wants, *ctx.activation, ctx.balance)
+        found = layer.moe_backward(grad, *ctx.saved_tensors, *ctx.rounds, *wants, *ctx.activation, ctx.balance)
         x, weights, w13, w2, w13_bias, w2_bias = found
     if wants_bias:
         bias = grad.sum(dim=0) if ctx.one_bias else grad

@@ -23,6 +23,9 @@ class Operator(Generic[_Result]):
     """A function, the operator `moecomm::name` that runs it, and the gradient of both.
 
     Tensors are arguments of their own, never in lists.  The function has no output that shares memory with an argument.
+
+    Attributes:
+        names: of its arguments, in order.
     """
 
     def __init__(self, name: str, run: Callable[..., _Result]) -> None:
@@ -31,7 +34,7 @@ class Operator(Generic[_Result]):
         self.register_fake = self.registered.register_fake
         self.__name__, self.__doc__ = run.__name__, run.__doc__
         parameters = inspect.signature(run).parameters.values()
-        self._names = [parameter.name for parameter in parameters]
+        self.names = [parameter.name for parameter in parameters]
         self._defaults = tuple(parameter.default for parameter in parameters)
         self._tensors = [n for n, parameter in enumerate(parameters) if "Tensor" in str(parameter.annotation)]
         self._function: type[torch.autograd.Function] | None = None
@@ -56,7 +59,7 @@ class Operator(Generic[_Result]):
             return cast("_Result", self.registered(*args, **kwargs))
         inputs: tuple[Any, ...] = args + self._defaults[len(args) :]
         if kwargs:
-            rest = zip(self._names[len(args) :], self._defaults[len(args) :], strict=True)
+            rest = zip(self.names[len(args) :], self._defaults[len(args) :], strict=True)
             inputs = args + tuple(kwargs.get(name, default) for name, default in rest)
         if not are_plain(*map(inputs.__getitem__, self._tensors)):
             return cast("_Result", self.registered(*args, **kwargs))
