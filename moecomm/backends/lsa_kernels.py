@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from moecomm import _native
-from moecomm.base.choices import CAST_WIRES
-from moecomm.base.protocol import BALANCED, REPLICATED, TYPES
+from moecomm.base.protocol import BALANCED, CAST_TYPES, REPLICATED, reads_in_place
 from moecomm.gpu import blocks
 from moecomm.gpu.blocks import CHOOSE_WARPS
 from moecomm.gpu.plain_kernel import PlainKernel
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from moecomm.gpu import jit
 
 _FLAT, _EXPERT, _FP32 = 0, 1, 2
-_CAST = tuple(int(TYPES[dtype]) for dtype in CAST_WIRES)
 
 
 class Kernels:
@@ -188,7 +186,7 @@ def _domains(shape: _native.Shape) -> dict[str, Any]:
 
 def _wire(layout: int, wire: int, shape: _native.Shape) -> int:
     """Return the wire of a combine kernel: flat rows that are not cast travel unchanged inside a domain."""
-    return _FP32 if layout == _FLAT and wire not in _CAST and not is_multi_domain(shape) else wire
+    return _FP32 if layout == _FLAT and wire not in CAST_TYPES and not is_multi_domain(shape) else wire
 
 
 def _fit_packets(spec: jit.KernelSpec, num_tokens: int, shape: _native.Shape) -> bool:
@@ -200,17 +198,6 @@ def _fit_packets(spec: jit.KernelSpec, num_tokens: int, shape: _native.Shape) ->
 
     packet = jit.packets_of(spec)
     return packet is not None and packet.carry(num_tokens, shape.topk, shape.packet_bytes)
-
-
-def reads_in_place(args: _native.CombineArgs) -> bool:
-    """Return whether peers with many tokens read y in place: flat rows in this rank's window, neither cast nor with
-    gradients; and rows that travel unsummed.
-
-    Other rows of other layouts are added up first: over NVLink a row a (token, expert) is more bytes than a sum.
-    """
-    if args.unsummed:
-        return True
-    return args.layout == _FLAT and args.wire not in _CAST and args.weight_grads == 0 and args.ctx.in_heap(args.y)
 
 
 def scaleout_blocks(op: str, blocks: int, num_tokens: int, ring_tokens: int) -> int:

@@ -8,7 +8,7 @@ import torch
 
 Layout: TypeAlias = Literal["flat", "expert", "batched"]  # by Layout in csrc/protocol/args.h
 ByExpert: TypeAlias = Literal["expert", "batched"]  # layouts with one row for each token and expert
-BackendName: TypeAlias = Literal["auto", "lsa", "gin", "nvshmem", "host"]
+BackendName: TypeAlias = Literal["auto", "lsa", "gin", "nvshmem", "host"]  # in the order that "auto" prefers
 Quantize: TypeAlias = Literal[  # by FORMATS in moecomm/base/formats.py
     "fp8", "fp8_token", "fp8_tensor", "int8_token", "int8_group", "mxfp8", "nvfp4", "mxfp4"
 ]

@@ -7,7 +7,7 @@ from typing import cast, get_args
 import torch
 
 from moecomm import _native
-from moecomm.base.choices import Layout, ScaleFormat
+from moecomm.base.choices import CAST_WIRES, Layout, ScaleFormat
 
 _CONSTANTS = _native.constants()
 MAX_RANKS, MAX_TOPK = _CONSTANTS["max_ranks"], _CONSTANTS["max_topk"]  # ranks of GPUs
@@ -37,6 +37,7 @@ TYPES = {  # Type by dtype
     torch.float8_e4m3fn: _native.Type.e4m3,
     torch.int8: _native.Type.int8,  # on the wire of a combine alone
 }
+CAST_TYPES = tuple(int(TYPES[dtype]) for dtype in CAST_WIRES)  # wires that combines cast sums to
 TYPE_BYTES = {int(kind): dtype.itemsize for dtype, kind in TYPES.items()}
 DTYPES = tuple(dtype for dtype in TYPES if dtype.itemsize > 1)  # of rows that combine adds up
 LAYOUTS = cast("tuple[Layout, ...]", tuple(layout.name for layout in _native.Layout))
@@ -45,3 +46,30 @@ if (get_args(Layout), get_args(ScaleFormat)) != (LAYOUTS, SCALE_FORMATS):
     raise ImportError(
         "moecomm/base/choices.py and csrc/protocol/args.h differ: was the native module built from this version?"
     )
+
+
+def reads_in_place(args: _native.CombineArgs) -> bool:
+    """Return whether peers with many tokens read y in place: flat rows in this rank's window, neither cast nor with
+    gradients; and rows that travel unsummed.
+
+    Other rows of other layouts are added up first: over NVLink a row a (token, expert) is more bytes than a sum.
+    """
+    if args.unsummed:
+        return True
+    return (
+        LAYOUTS[args.layout] == "flat"
+        and args.wire not in CAST_TYPES
+        and args.weight_grads == 0
+        and args.ctx.in_heap(args.y)
+    )
+
+
+def hash_words(ranks: int, domains: int) -> int:
+    """Return the int64 of a token's hashes in a verified combine of GPUs: CombineCall::kHashWords."""
+    words = ranks + (2 * domains if domains > 1 else 0)
+    return words + words % 2
+
+
+def told_bytes(domain_ranks: int) -> int:
+    """Return the bytes of hashes beside a sum of a domain of so many ranks: CombineCall::kToldBytes."""
+    return -(-8 * (1 + domain_ranks) // 16) * 16

@@ -16,14 +16,12 @@ from typing import Any
 
 import torch
 
-from moecomm.backends.lsa_kernels import reads_in_place
+from moecomm.base.protocol import hash_words, reads_in_place
 from moecomm.combine.plan import Combining
 from moecomm.dispatch.routed import Handle
 from moecomm.dispatch.row_hash import hash_rows
 from moecomm.dispatch.small import small_dispatch
 from moecomm.dispatch.verify import Verdict, failed, table_of_rows
-from moecomm.ranks.session import RowTables
-from moecomm.ranks.settings import hash_words
 from moecomm.rounds import corruption
 from moecomm.rounds.rounds import Rounds
 
@@ -39,7 +37,7 @@ def checked(rounds: Rounds, combining: Combining, handle: Handle, y: Any) -> Hos
         return None
     try:
         if rounds.sampling.tables is not None:
-            return HostCheck(rounds, combining, rounds.sampling.tables)
+            return HostCheck(rounds, combining)
         return DeviceCheck(rounds, combining, handle, y if combining.inputs is None else combining.inputs.y)
     except BaseException:
         rounds.sampling.forget("combine")
@@ -49,8 +47,9 @@ def checked(rounds: Rounds, combining: Combining, handle: Handle, y: Any) -> Hos
 class HostCheck:
     """The check of one combine of CPU ranks."""
 
-    def __init__(self, rounds: Rounds, combining: Combining, tables: RowTables) -> None:
-        self._rounds, self._combining, self._tables = rounds, combining, tables
+    def __init__(self, rounds: Rounds, combining: Combining) -> None:
+        assert rounds.sampling is not None and rounds.sampling.tables is not None, "of CPU ranks that verify rounds"
+        self._rounds, self._combining, self._tables = rounds, combining, rounds.sampling.tables
         self._verdict = Verdict(rounds, "combine")
 
     def launch(self) -> None:

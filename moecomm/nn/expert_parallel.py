@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
-from moecomm import backends, ops
+from moecomm import ops
 from moecomm.base import formats
 from moecomm.base.choices import (
     CAST_WIRES,
@@ -143,7 +143,7 @@ class ExpertParallel(torch.nn.Module):
             check_name("quantize", quantize, tuple(name for name in formats.FORMATS if name != "fp8_tensor"))
         if grad_wire is not None:
             check_name("grad_wire", grad_wire, ops.GRAD_WIRES)
-        check_name("backend", backend, ("auto", *backends.NAMES))
+        check_name("backend", backend, get_args(BackendName))
         checked(placement)
         if placement is not None and buffer is not None:
             raise BadInput("placement", "one beside a buffer", "None: the Buffer has its own")

@@ -16,7 +16,16 @@ import torch
 from moecomm import _native
 from moecomm.base.choices import ON_TIMEOUT, WIRES, OnTimeout, Wire
 from moecomm.base.placement import NONE, Placement, checked
-from moecomm.base.protocol import DTYPES, MAX_CHUNK, MAX_HOST_RANKS, MAX_RANKS, MAX_TOPK, MOST_HEAP_BYTES
+from moecomm.base.protocol import (
+    DTYPES,
+    MAX_CHUNK,
+    MAX_HOST_RANKS,
+    MAX_RANKS,
+    MAX_TOPK,
+    MOST_HEAP_BYTES,
+    hash_words,
+    told_bytes,
+)
 from moecomm.base.validation import check_dtype, is_integer
 from moecomm.errors import BadInput, Mismatch, Unsupported
 
@@ -475,14 +484,3 @@ class Settings:
         if isinstance(factor, bool) or not isinstance(factor, Real) or not float(factor) > 0:
             return -1
         return int(struct.unpack("<q", struct.pack("<d", float(factor)))[0])
-
-
-def hash_words(ranks: int, domains: int) -> int:
-    """Return the int64 of a token's hashes in a verified combine of GPUs: CombineCall::kHashWords."""
-    words = ranks + (2 * domains if domains > 1 else 0)
-    return words + words % 2
-
-
-def told_bytes(domain_ranks: int) -> int:
-    """Return the bytes of hashes beside a sum of a domain of so many ranks: CombineCall::kToldBytes."""
-    return -(-8 * (1 + domain_ranks) // 16) * 16
