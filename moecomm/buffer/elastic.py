@@ -77,7 +77,9 @@ def open_rounds(
         left_ns = now_ns()
         undo.pop_all()
     session.context.timeout_ns = int(timeout_s * 1e9)
-    origin = Origin(identity, why, chosen_because, settings.domain_ranks, fused_weights, layer_forms, (came_ns, left_ns))
+    origin = Origin(
+        identity, why, chosen_because, settings.domain_ranks, fused_weights, layer_forms, (came_ns, left_ns)
+    )
     return Rounds(session, settings, origin, ids, tables)
 
 
