@@ -74,19 +74,19 @@ struct Collect {
     }
 
     // True if a packet has this lane's line of a step.
-    MOECOMM_FN static bool has_line(i32 step, bool single) {
+    MOECOMM_FN static bool has_line(i32 step, i32 piece, bool single) {
         if (kSingles && single) return step < P::kSingleSteps && P::is_single_line(packet_line(step));
-        return packet_line(step) < cfg.packet_lines;
+        return packet_line(step) < P::lines(piece);
     }
     // Loads all packets in `missing` at once, and clears the bits of those that are complete: each line carries the round's tag. `single`:
     // one bit for each packet of a single row.
-    MOECOMM_FN void look(const u8* const (&packets)[kBatch], PacketWords (&words)[kBatch], u32& missing, u32 single) const {
+    MOECOMM_FN void look(const u8* const (&packets)[kBatch], PacketWords (&words)[kBatch], u32& missing, i32 piece, u32 single) const {
 #pragma unroll
         for (i32 i = 0; i < kBatch; ++i) {
             if ((missing >> i & 1) == 0) continue;
 #pragma unroll
             for (i32 step = 0; step < P::kSteps; ++step)
-                if (has_line(step, (single >> i & 1) != 0))
+                if (has_line(step, piece, (single >> i & 1) != 0))
                     words[i].step[step] = load_line_words(packets[i] + step * kWarp * 16 + lane_id() * 16);
         }
 #pragma unroll
@@ -95,7 +95,7 @@ struct Collect {
             bool here = true;
 #pragma unroll
             for (i32 step = 0; step < P::kSteps; ++step)
-                if (ends_line() && has_line(step, (single >> i & 1) != 0)) here = here && is_tag(words[i].step[step].y);
+                if (ends_line() && has_line(step, piece, (single >> i & 1) != 0)) here = here && is_tag(words[i].step[step].y);
             if (__all_sync(kAllLanes, here)) missing &= ~(1u << i);
         }
     }
@@ -109,7 +109,7 @@ struct Collect {
     MOECOMM_FN bool await_tags(u64 owners, u64 singles, i32 token, i32 piece) {
         for (; owners != 0 && waited == Waited::ok; owners &= owners - 1) {
             const bool single = kSingles && (singles & owners & (~owners + 1)) != 0;
-            if (single ? !P::is_single_line(lane_id()) : lane_id() >= cfg.packet_lines) continue;
+            if (single ? !P::is_single_line(lane_id()) : lane_id() >= P::lines(piece)) continue;
             missing_peer = __ffsll(static_cast<i64>(owners)) - 1;
             const auto* tag = own<const u64>(c.a.ctx, c.packet_at(missing_peer, token, piece) + (lane_id() + 1) * kLineBytes - sizeof(u64));
             if (counts_waits()) c.shared.wait_begun = now_ns();
@@ -145,7 +145,7 @@ struct Collect {
         }
         u32 missing = all;
         for (i32 times = 1;; ++times) {
-            look(packets, words, missing, single);
+            look(packets, words, missing, piece, single);
             if (missing == 0) return true;
             if (times < looks) continue;
             if (!await_tags(owners, singles, token, piece)) return false;
@@ -176,7 +176,7 @@ struct Collect {
             if constexpr (cfg.casts()) {
 #pragma unroll
                 for (i32 i = 0; i < kBatch; ++i)
-                    if (i < count) scale[i] = scale_of_lane(words[i]);
+                    if (i < count) scale[i] = scale_of_lane(words[i], piece);
             }
 #pragma unroll
             for (i32 step = 0; step < P::kSteps; ++step) {
@@ -215,8 +215,15 @@ struct Collect {
     }
 
     // Rows with scales: the scale of this lane's group of a packet: lane g has that of the g-th.
-    MOECOMM_FN static float scale_of_lane(const PacketWords& words) {
-        constexpr i32 first = cfg.packet_row_bytes / P::kWord, groups = cfg.packet_row_bytes / kQuantGroup;
+    MOECOMM_FN static float scale_of_lane(const PacketWords& words, i32 piece) {
+        if constexpr (P::kLastBytes != cfg.packet_row_bytes) {
+            if (piece == P::kPieces - 1) return scale_behind<P::kLastBytes>(words);
+        }
+        return scale_behind<cfg.packet_row_bytes>(words);
+    }
+    template <i32 bytes>
+    MOECOMM_FN static float scale_behind(const PacketWords& words) {
+        constexpr i32 first = bytes / P::kWord, groups = ceil_div(bytes, kQuantGroup);
         constexpr i32 step = step_of(first);
         static_assert(step == step_of(first + (groups - 1) / 2), "all scales are in one step");
         const i32 group = min(lane_id(), groups - 1), word = first + group / 2, lane = lane_of(word);

@@ -17,6 +17,14 @@ struct Packing {
     // First column and number of words of a piece; the last piece may have fewer words.
     MOECOMM_FN static i32 column(i32 piece) { return piece * (cfg.packet_row_bytes / bytes_of(cfg.staged())); }
     MOECOMM_FN static i32 words(i32 piece) { return min(cfg.packet_row_bytes, cfg.value_bytes() - piece * cfg.packet_row_bytes) / kWord; }
+    // Lines of a packet. The last one ends with its words and, of cast rows, their scales. Of float32 sums it would save one line of a
+    // hundred or two, and kernels have no register left for it.
+    static constexpr i32 kLastBytes = cfg.value_bytes() - (kPieces - 1) * cfg.packet_row_bytes;
+    static constexpr i32 kLastScales = cfg.casts() ? ceil_div(ceil_div(kLastBytes, kQuantGroup), 2) : 0;  // words
+    static constexpr i32 kLastLines =
+        cfg.staged() == Type::fp32 ? cfg.packet_lines : ceil_div(kLastBytes / kWord + kLastScales, kLineWords);
+    MOECOMM_FN static i32 lines(i32 piece) { return piece == kPieces - 1 ? kLastLines : cfg.packet_lines; }
+    MOECOMM_FN static i32 scale_word(i32 piece) { return (piece == kPieces - 1 ? kLastBytes : cfg.packet_row_bytes) / kWord; }
     // A single row (CombineConfig::single_rows_travel) takes half as many steps. A lane holds in one of them what it would hold of the sum
     // in two: first in the first word, then in the second; the lane that ends a line, in the halves of its only word. Each line's tag
     // carries the weight.
@@ -138,7 +146,7 @@ struct Push {
         } else if constexpr (kCopies) {
             u8* const to = packet(f, f.token);
 #pragma unroll
-            for (i32 step = 0; step < P::kSteps; ++step) store_step(to, cfg.packet_lines, step, f.words.step[step], c.round.tag);
+            for (i32 step = 0; step < P::kSteps; ++step) store_step(to, P::lines(f.piece), step, f.words.step[step], c.round.tag);
             return true;
         } else {
             return reduce(f);
@@ -196,7 +204,7 @@ struct Push {
         u8* const to = packet(f, token);
 #pragma unroll
         for (i32 step = 0; step < P::kSteps; ++step)
-            store_step(to, cfg.packet_lines, step, make_ulonglong2(narrow(sum[step][0]), narrow(sum[step][1])), c.round.tag);
+            store_step(to, P::lines(f.piece), step, make_ulonglong2(narrow(sum[step][0]), narrow(sum[step][1])), c.round.tag);
         return true;
     }
 
@@ -238,7 +246,7 @@ struct Push {
             }
         }
         u64* const content = c.shared.content[warp_id()];
-        auto* const scales = reinterpret_cast<u32*>(content + cfg.packet_row_bytes / P::kWord);
+        auto* const scales = reinterpret_cast<u32*>(content + P::scale_word(f.piece));
         u32 cast[vectors][2], scale[vectors];
         quantize_registers<cfg.wire>(sum, cast, scale);
 #pragma unroll
@@ -253,7 +261,7 @@ struct Push {
 #pragma unroll
         for (i32 step = 0; step < P::kSteps; ++step) {
             const u64* const two = content + packet_word(step);
-            store_step(to, cfg.packet_lines, step, make_ulonglong2(two[0], two[1]), c.round.tag);
+            store_step(to, P::lines(f.piece), step, make_ulonglong2(two[0], two[1]), c.round.tag);
         }
         __syncwarp();  // `content` may be overwritten
         return true;

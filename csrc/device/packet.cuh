@@ -39,31 +39,48 @@ MOECOMM_FN void store_step(u8* packet, i32 lines, i32 step, ulonglong2 words, u3
     if (packet_line(step) < lines) store_line_words(packet + step * kWarp * 16 + lane_id() * 16, words);
 }
 
-// Load a packet once. Called by all lanes of a warp; true in all lanes if the packet is complete. Volatile loads, nothing to order: data
-// and tag of a line arrive together.
-MOECOMM_FN bool poll_packet(const u8* packet, i32 lines, u32 tag, PacketWords& words) {
+// The first `lines` lines of a packet, and lines `first` to `end` of the one that begins so many bytes before it, which a warp polls
+// together.
+template <i32 first, i32 end>
+struct PolledLines {
+    const u8* packet;
+    i32 lines, before;
+    // True if this lane polls a line in a step.
+    MOECOMM_FN bool has(i32 step) const { return packet_line(step) < lines || is_other(step); }
+    MOECOMM_FN static bool is_other(i32 step) { return first < end && packet_line(step) >= first && packet_line(step) < end; }
+    // This lane's 16 bytes of it.
+    MOECOMM_FN const u8* at(i32 step) const { return packet + (step * kWarp * 16 + lane_id() * 16 - (is_other(step) ? before : 0)); }
+};
+
+// Load lines once. Called by all lanes of a warp; true in all lanes if all are complete. Volatile loads, nothing to order: data and tag of
+// a line arrive together.
+template <class Lines>
+MOECOMM_FN bool poll_lines(const Lines& lines, u32 tag, PacketWords& words) {
     bool here = true;
 #pragma unroll
     for (i32 step = 0; step < kPacketSteps; ++step) {
         words.step[step] = {};  // no register keeps what the poll before it found
-        if (packet_line(step) < lines) words.step[step] = load_line_words(packet + step * kWarp * 16 + lane_id() * 16);
+        if (lines.has(step)) words.step[step] = load_line_words(lines.at(step));
     }
 #pragma unroll
     for (i32 step = 0; step < kPacketSteps; ++step)
-        if (ends_line() && packet_line(step) < lines) here = here && words.step[step].y == line_tag(tag);
+        if (ends_line() && lines.has(step)) here = here && words.step[step].y == line_tag(tag);
     return __all_sync(kAllLanes, here);
+}
+MOECOMM_FN bool poll_packet(const u8* packet, i32 lines, u32 tag, PacketWords& words) {
+    return poll_lines(PolledLines<0, 0>{packet, lines, 0}, tag, words);
 }
 
 constexpr i32 kPacketPolls = 64;  // loads of the complete packet before a warp polls the tags alone
 
-// Wait for the packet of `from`. Called by all lanes of a warp. False in all lanes on timeout or abort; the failure record is then filled.
-// If times() is true, in one warp of the rank for a source, the wait is counted.
-template <class Times>
-MOECOMM_FN bool await_packet(const Round& r, Phase phase, i32 from, const u8* packet, i32 lines, PacketWords& words, Times times) {
+// Wait for lines of `from`. Called by all lanes of a warp. False in all lanes on timeout or abort; the failure record is then filled. If
+// times() is true, in one warp of the rank for a source, the wait is counted.
+template <class Lines, class Times>
+MOECOMM_FN bool await_lines(const Round& r, Phase phase, i32 from, const Lines& lines, PacketWords& words, Times times) {
     for (i32 look = 0; look < kPacketPolls; ++look) {
-        if (poll_packet(packet, lines, r.tag, words)) return true;
+        if (poll_lines(lines, r.tag, words)) return true;
         if (look > 0 || !times()) continue;
-        const auto* tag = reinterpret_cast<const u64*>(packet + kLineBytes - sizeof(u64));
+        const auto* tag = reinterpret_cast<const u64*>(lines.packet + kLineBytes - sizeof(u64));
         const bool in_time = lane_id() != 0 || counted_wait(r, phase, from, tag, Counter::wait_dispatch);
         if (!__all_sync(kAllLanes, in_time)) return false;
     }
@@ -71,14 +88,14 @@ MOECOMM_FN bool await_packet(const Round& r, Phase phase, i32 from, const u8* pa
     do {
         bool in_time = true;
         for (i32 step = 0; step < kPacketSteps && in_time; ++step) {
-            const auto* tag = reinterpret_cast<const u64*>(packet + step * kWarp * 16 + lane_id() * 16 + 8);
-            if (!ends_line() || packet_line(step) >= lines) continue;
+            if (!ends_line() || !lines.has(step)) continue;
+            const auto* tag = reinterpret_cast<const u64*>(lines.at(step) + 8);
             in_time = wait_for(
                 r, phase, from, r.tag, [&] { return load_relaxed(tag) == line_tag(r.tag); },
                 [&] { return static_cast<i64>(signal_tag(load_relaxed(tag))); });
         }
         if (!__all_sync(kAllLanes, in_time)) return false;
-    } while (!poll_packet(packet, lines, r.tag, words));
+    } while (!poll_lines(lines, r.tag, words));
     return true;
 }
 

@@ -16,10 +16,26 @@ struct Packets {
     static constexpr i32 kSlots = cfg.ring_slots, kOfRow = cfg.packets_of_row() > 0 ? cfg.packets_of_row() : 1;
     static constexpr i32 kColumns =
         cfg.quantize ? cfg.packet_columns() : cfg.packet_row_bytes / bytes_of(cfg.type);  // of a row in a packet
-    static constexpr i32 kScaleWord = cfg.packet_row_bytes / 8, kEntryWord = kScaleWord + cfg.packet_scale_bytes / 8;
-    // A flat row needs its entries once, in the first packet. The others end in the line that has the last scales.
-    MOECOMM_FN static bool has_entries(i32 piece) { return cfg.layout != Layout::flat || piece == 0; }
-    MOECOMM_FN static i32 lines(i32 piece) { return has_entries(piece) ? cfg.packet_lines : ceil_div(kEntryWord, kLineWords); }
+    static constexpr i32 kLastBytes = cfg.row_bytes - (kOfRow - 1) * cfg.packet_row_bytes;
+    static constexpr i32 kLastScales = cfg.scale_bytes - (kOfRow - 1) * cfg.packet_scale_bytes;
+
+    // Content of a packet: a piece of the row, its scales, and in the first packet the entries. The last piece may be shorter.
+    MOECOMM_BOTH static constexpr i32 scale_word(i32 piece) { return (piece == kOfRow - 1 ? kLastBytes : cfg.packet_row_bytes) / 8; }
+    MOECOMM_BOTH static constexpr i32 scale_bytes(i32 piece) {
+        return piece == kOfRow - 1 ? align_up(kLastScales > 0 ? kLastScales : 0, 8) : cfg.packet_scale_bytes;
+    }
+    MOECOMM_BOTH static constexpr i32 words(i32 piece) { return scale_word(piece) + scale_bytes(piece) / 8; }
+    MOECOMM_BOTH static constexpr i32 content_lines(i32 piece) { return ceil_div(words(piece), kLineWords); }
+    static_assert(cfg.packet_lines == 0 || kLastScales <= cfg.packet_scale_bytes, "a packet holds the scales of its piece");
+    // A flat row needs its entries once, in the first packet. Other rows need them with each piece. If they fill lines of their own, these
+    // lines are in the first packet alone, and the receiver polls them together with each piece; else they are in all packets.
+    static constexpr i32 kEntryLines = ceil_div(cfg.topk, kLineWords);
+    static constexpr bool kSharesEntries = cfg.layout != Layout::flat && kOfRow > 1 && content_lines(0) + kEntryLines <= cfg.packet_lines;
+    MOECOMM_FN static bool has_entries(i32 piece) { return piece == 0 || !(cfg.layout == Layout::flat || kSharesEntries); }
+    MOECOMM_BOTH static constexpr i32 entry_word(i32 piece) { return kSharesEntries ? content_lines(0) * kLineWords : words(piece); }
+    MOECOMM_FN static i32 lines(i32 piece) {
+        return has_entries(piece) ? ceil_div(entry_word(piece) + cfg.topk, kLineWords) : content_lines(piece);
+    }
 
     const Call& c;
     const i32 packets;         // packets of this block
@@ -81,13 +97,14 @@ struct Packets {
 
     // Writes the scales of the columns behind them, with zeros up to the end of the row; casts first if rows are cast.
     MOECOMM_FN void fill_content(i32 token, i32 column) const {
-        u8* scales = content() + cfg.packet_row_bytes;
+        const i32 piece = column / kColumns;
+        u8* scales = content() + scale_word(piece) * 8;
         if constexpr (cfg.quantize) {
-            for (i32 i = lane_id(); i < cfg.packet_scale_bytes / 4; i += kWarp) reinterpret_cast<u32*>(scales)[i] = 0;
+            for (i32 i = lane_id(); i < scale_bytes(piece) / 4; i += kWarp) reinterpret_cast<u32*>(scales)[i] = 0;
             __syncwarp();
             quantize_piece<cfg, kColumns>(column, content(), ring().raw[sent % kSlots], scales, given);
         } else if constexpr (cfg.scale_bytes > 0) {
-            const i32 at = column / kColumns * cfg.packet_scale_bytes;
+            const i32 at = piece * cfg.packet_scale_bytes;
             const u8* given = reinterpret_cast<const u8*>(c.a.in_scales) + token * c.a.in_scales_stride + at;
             copy_small(scales, given, max(0, min(cfg.packet_scale_bytes, cfg.scale_bytes - at)));
         }
@@ -95,10 +112,12 @@ struct Packets {
 
     MOECOMM_FN void send_next() {
         const i32 token = token_of(sent), column = column_of(sent), piece = column / kColumns;
-        const i32 place = cfg.layout != Layout::flat ? place_of(token) : 0;
-        if (has_entries(piece) && lane_id() < cfg.topk)
-            reinterpret_cast<u64*>(content())[kEntryWord + lane_id()] =
-                expert >= 0 ? packed_entry(expert, place, __float_as_uint(weight)) : static_cast<u64>(kNoEntry) << 32;
+        if (has_entries(piece)) {
+            const i32 place = cfg.layout != Layout::flat ? place_of(token) : 0;
+            if (lane_id() < cfg.topk)
+                reinterpret_cast<u64*>(content())[entry_word(piece) + lane_id()] =
+                    expert >= 0 ? packed_entry(expert, place, __float_as_uint(weight)) : static_cast<u64>(kNoEntry) << 32;
+        }
         copy_wait(&ring().full[sent % kSlots], sent / kSlots & 1);
         fill_content(token, column);
         __syncwarp();

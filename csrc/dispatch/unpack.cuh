@@ -27,9 +27,16 @@ struct Unpacker {
     static constexpr DispatchConfig cfg = Call::cfg;
     using SentPackets = Packets<Call>;
 
+    // Lines of this packet, and those of the first one that have the row's entries.
+    static constexpr i32 kFirstEntries = SentPackets::kSharesEntries ? SentPackets::content_lines(0) : 0;
+    using Lines = PolledLines<kFirstEntries, SentPackets::kSharesEntries ? kFirstEntries + SentPackets::kEntryLines : 0>;
+
     const Call& c;
     const i32 source, token, slot, piece;
     PacketWords words;
+
+    // Lines that are polled in the packet itself.
+    MOECOMM_FN i32 lines() const { return SentPackets::kSharesEntries ? SentPackets::content_lines(piece) : SentPackets::lines(piece); }
 
     // Calls body(word, its 64 bits) for those words of the packet in [first, end) that this lane holds, two at a time.
     template <class Body>
@@ -44,10 +51,18 @@ struct Unpacker {
 
     // Returns the k-th entry to lane k.
     MOECOMM_FN u64 entry() const {
+        constexpr i32 last = SentPackets::kOfRow - 1, in_last = SentPackets::entry_word(last), in_others = SentPackets::entry_word(0);
+        if constexpr (cfg.layout != Layout::flat && in_last != in_others) {
+            if (piece == last) return entry_from<in_last>();
+        }
+        return entry_from<in_others>();
+    }
+    template <i32 first>
+    MOECOMM_FN u64 entry_from() const {
         u64 mine = static_cast<u64>(kNoEntry) << 32;
 #pragma unroll
         for (i32 k = 0; k < cfg.topk; ++k) {
-            const i32 word = SentPackets::kEntryWord + k;
+            const i32 word = first + k;
             const ulonglong2& held = words.step[step_of(word)];
             const u64 value = __shfl_sync(kAllLanes, word % kLineWords % 2 == 0 ? held.x : held.y, lane_of(word));
             if (lane_id() == k) mine = value;
@@ -57,7 +72,7 @@ struct Unpacker {
 
     // Stores this piece in every row that the token has here; the first piece also brings metadata. Cannot fail.
     MOECOMM_FN void put() const {
-        if (!SentPackets::has_entries(piece)) {
+        if (cfg.layout == Layout::flat && piece != 0) {  // a flat row needs no entry
             put_row(slot);
             return;
         }
@@ -83,8 +98,8 @@ struct Unpacker {
         for_words(0, bytes / 8, [&](i32 word, u64 bits) { reinterpret_cast<u64*>(columns)[word] = bits; });
         if constexpr (cfg.scale_bytes > 0) {
             const i32 at = piece * cfg.packet_scale_bytes, left = min(cfg.packet_scale_bytes, cfg.scale_bytes - at);
-            for_words(SentPackets::kScaleWord, SentPackets::kScaleWord + ceil_div(max(left, 0), 8),
-                      [&](i32 word, u64 bits) { put_scales(row, at + word * 8, bits); });
+            const i32 first = SentPackets::scale_word(piece);
+            for_words(first, first + ceil_div(max(left, 0), 8), [&](i32 word, u64 bits) { put_scales(row, at + word * 8, bits); });
         }
     }
     // Stores eight bytes of a row of scales; at the end of some rows, only the first four are valid.
@@ -171,12 +186,12 @@ MOECOMM_FN void unpack(const Call& c) {
         const i32 token = nth_coming(c, source, slot - c.shared.slots_before[source]);
         if (token < 0) continue;
         Unpacker<Call> unpacker{c, source, token, slot, item % of_row, {}};
-        const u64 packet = packets_at(c.window(), c.shape(), c.round.tag, source) +
-                           static_cast<u64>(token * of_row + unpacker.piece) * cfg.packet_lines * kLineBytes;
+        constexpr i32 packet_bytes = cfg.packet_lines * kLineBytes;
+        const u64 row = packets_at(c.window(), c.shape(), c.round.tag, source) + static_cast<u64>(token * of_row) * packet_bytes;
+        const i32 before = unpacker.piece * packet_bytes;
+        const typename Unpacker<Call>::Lines lines{c.transport.template local<u8>(row + before), unpacker.lines(), before};
         const auto is_last = [&] { return slot == c.shared.slots_before[source + 1] - 1 && unpacker.piece == of_row - 1; };
-        if (!await_packet(c.round, Phase::payload, source, c.transport.template local<u8>(packet), Packets<Call>::lines(unpacker.piece),
-                          unpacker.words, is_last))
-            return;
+        if (!await_lines(c.round, Phase::payload, source, lines, unpacker.words, is_last)) return;
         unpacker.put();
     }
     keep_ranges(c);

@@ -16,7 +16,8 @@ constexpr i32 kWantedWords = kPacketTokens / 32;  // tagged words with one bit f
 
 MOECOMM_BOTH constexpr u64 line_tag(u32 tag) { return word_signal(tag, ~tag); }
 
-// Metadata of a row in a packet, for each k: the expert, the entry's index among the sender's entries of that expert, and the weight.
+// Metadata of a row in its packets (Packets::kSharesEntries), for each k: the expert, the entry's index among the sender's entries of that
+// expert, and the weight.
 MOECOMM_BOTH constexpr u64 packed_entry(i32 expert, i32 nth, u32 weight_bits) {
     return (static_cast<u64>(static_cast<u32>(expert) << 16 | static_cast<u32>(nth)) << 32) | weight_bits;
 }

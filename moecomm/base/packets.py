@@ -17,7 +17,10 @@ _ROOM_OF_ALL = 256 << 20  # for all ranks and both parities: 128 tokens of 7168 
 
 
 class Packets(NamedTuple):
-    """Packets of a token's row: `number` of `lines` lines, each with so many bytes of the row and of its scales."""
+    """Packets of a token's row: `number` of at most `lines` lines, each with so many bytes of the row and its scales.
+
+    The last one may have fewer. Each has room for `lines` lines.
+    """
 
     row_bytes: int
     scale_bytes: int

@@ -52,8 +52,8 @@ MUTANTS = [
     Mutant(
         "the last line of a packet is not awaited",
         "dispatch/unpack.cuh",
-        "Packets<Call>::lines(unpacker.piece),",
-        "Packets<Call>::lines(unpacker.piece) - 1,",
+        "unpacker.lines(), before};",
+        "unpacker.lines() - 1, before};",
         "flat packets",
     ),
     Mutant(
@@ -66,9 +66,51 @@ MUTANTS = [
     Mutant(
         "packets without entries end a line early",
         "dispatch/packets.cuh",
-        "ceil_div(kEntryWord, kLineWords); }",
-        "ceil_div(kEntryWord, kLineWords) - 1; }",
+        "kLineWords) : content_lines(piece);",
+        "kLineWords) : content_lines(piece) - 1;",
         "flat packets",
+    ),
+    Mutant(
+        "a line of entries is not awaited with a later piece",
+        "dispatch/unpack.cuh",
+        "kFirstEntries + SentPackets::kEntryLines : 0>;",
+        "kFirstEntries : 0>;",
+        "shared entries",
+    ),
+    Mutant(
+        "entries are looked for in each packet",
+        "dispatch/unpack.cuh",
+        "unpacker.lines(), before};",
+        "unpacker.lines(), 0};",
+        "shared entries",
+    ),
+    Mutant(
+        "entries of a short packet are looked for behind a complete one",
+        "dispatch/unpack.cuh",
+        "return entry_from<in_last>();",
+        "return entry_from<in_others>();",
+        "short packets",
+    ),
+    Mutant(
+        "scales of a short piece are looked for behind a complete one",
+        "dispatch/unpack.cuh",
+        "first = SentPackets::scale_word(piece);",
+        "first = SentPackets::scale_word(0);",
+        "short packets",
+    ),
+    Mutant(
+        "scales of a short piece are sent behind a complete one",
+        "dispatch/packets.cuh",
+        "scales = content() + scale_word(piece) * 8;",
+        "scales = content() + scale_word(0) * 8;",
+        "short packets",
+    ),
+    Mutant(
+        "the last packet of a row that returns lacks a line",
+        "combine/push.cuh",
+        "kPieces - 1 ? kLastLines : cfg",
+        "kPieces - 1 ? kLastLines - 1 : cfg",
+        "casts in packets",
     ),
     # Placements.
     Mutant(

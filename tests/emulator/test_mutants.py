@@ -45,23 +45,26 @@ PLAIN: dict[str, Any] = {
 }
 PLACED = random_placement(0, ranks=4, num_experts=10, slots=5)
 HELD = [[0, 1, 2, 3, 4], [5, 6, 7, 0, 1], [8, 9, 0, 2, 5], [0, 1, 2, 8, 9]]
+PACKETS: dict[str, Any] = {"ranks": 4, "packet_bytes": packets.room, "max_tokens": 20}
 # How many bytes there are for packets and for direct rows, and how many tokens a chunk has over an emulated NIC.
 WAYS: dict[str, dict[str, Any]] = {
-    "packets": {"ranks": 4, "packet_bytes": packets.room, "max_tokens": 20},
-    "flat packets": {"ranks": 4, "packet_bytes": packets.room, "max_tokens": 20, "layout": "flat"},
+    "packets": PACKETS,
+    "flat packets": {**PACKETS, "layout": "flat"},
+    "shared entries": {**PACKETS, "hidden": 2176, "quantize": "fp8"},
+    "short packets": {**PACKETS, "hidden": 2576, "quantize": "fp8"},
     "rows": {"ranks": 4, "packet_bytes": lambda *_: 0},
     "unsummed rows": {"ranks": 4, "packet_bytes": lambda *_: 0, "wire": "rows"},
     "forwarders": {**DOMAINS, "direct_bytes": lambda *_: 0},
     "shared chunks": {**DOMAINS, "direct_bytes": lambda *_: 0, "chunk_tokens": 16},
     "straight": {**DOMAINS, "max_tokens": 20},
     "forwarders by NVSHMEM": {**DOMAINS, "direct_bytes": lambda *_: 0, "transport": "nvshmem"},
-    "placed packets": {"ranks": 4, "packet_bytes": packets.room, "max_tokens": 20, "placement": PLACED},
+    "placed packets": {**PACKETS, "placement": PLACED},
     "placed rows": {"ranks": 4, "packet_bytes": lambda *_: 0, "placement": PLACED},
     "balanced": {"ranks": 4, "packet_bytes": lambda *_: 0, "placement": Placement(HELD, choice="balanced")},
     "copies": {},  # see test_replicate.py
     # Sums that are cast, in rows that end inside of a block of scales.
     "casts": {"ranks": 4, "packet_bytes": lambda *_: 0, "hidden": 2576, "wire": "int8"},
-    "casts in packets": {"ranks": 4, "packet_bytes": packets.room, "max_tokens": 20, "hidden": 2576, "wire": "int8"},
+    "casts in packets": {**PACKETS, "hidden": 2576, "wire": "int8"},
     "casts, straight": {**DOMAINS, "max_tokens": 20, "hidden": 2576, "wire": "int8"},
 }
 ALONE = ("dispatch/choose.cuh",)  # headers of one kernel, which include all that it needs
@@ -79,7 +82,7 @@ def rounds(way: str, machine: Machine) -> None:
     sizes = {**SIZES, **WAYS[way]}
     rooms = {name: sizes.pop(name) for name in ("packet_bytes", "direct_bytes") if name in sizes}
     chunk_tokens = sizes.pop("chunk_tokens", 0)
-    kind = PLAIN | {"wire": sizes.pop("wire", None), "layout": sizes.pop("layout", PLAIN["layout"])}
+    kind = PLAIN | {name: sizes.pop(name) for name in ("wire", "layout", "quantize") if name in sizes}
     transport = sizes.pop("transport", "puts")
     run, nic = (machine.in_chunks(chunk_tokens), FAST) if chunk_tokens else (machine.run_all, None)
     of_case = {name: size for name, size in sizes.items() if name not in ("domain_ranks", "placement")}
