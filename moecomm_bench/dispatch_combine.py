@@ -94,7 +94,9 @@ def merge(case: RoundsCase, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
       {calls, floor_us, step_ns}: see Singles.about; or {why} where ranks cannot start together.
     - `host_us`, `host_us_slowest`: medians of a rank, for the median rank and for the slowest.
     - `wire_bytes`: bytes that have to leave a rank, counted alike for every library: RoundsCase.wire_bytes.
-    - `moved_bytes`: bytes that a library sends, with rows for each expert, wider sums and (moecomm) metadata.
+    - `moved_bytes`: bytes that a library sends, with rows for each expert and wider sums. Of moecomm those that it
+      stores at other ranks: also metadata and, where few tokens travel in packets, tags and padding.
+    - `ideal_bytes` (moecomm only): those of `moved_bytes` that are rows and scales.
     - `inside_bytes`, `across_bytes` and their GB/s (moecomm only): those that stay in a domain, those that leave it.
     - `straight` (moecomm only): true if rows go to other domains without forwarders.
     - `of_wire`: wire time at the ceiling / p50; with skewed or replayed routing, wire time is that of the busiest link.

@@ -20,7 +20,7 @@ from moecomm.errors import BadInput
 from moecomm.gpu import quantize_rows
 from moecomm.ranks.settings import Settings
 from moecomm.testing.prepare import prepare_combine, prepare_dispatch
-from moecomm_bench import overlap
+from moecomm_bench import overlap, stored
 from moecomm_bench.case import FORMATS, GIVEN, RoundsCase, Traffic
 from moecomm_bench.clock import Call, Clock, Rotation
 from moecomm_bench.singles import Singles
@@ -288,30 +288,44 @@ class Ours:
         """Return the bytes of an operation as means over ranks and inputs, except `busiest_bytes` of the busiest link.
 
         `wire_bytes` and `busiest_bytes` count alike for every library: see RoundsCase.wire_bytes. `moved_bytes` are
-        those that moecomm sends, inside and across domains; `beside_bytes` of them are metadata.
+        those that moecomm stores at other ranks, inside and across domains, tags and padding of packets included.
+        `ideal_bytes` of them are rows and scales; `beside_bytes` are metadata, next to rows that go without packets.
         """
-        names = ("wire", "busiest", "moved", "inside", "across", "beside", "logical")
+        names = ("wire", "busiest", "moved", "ideal", "inside", "across", "beside", "logical")
         found = dict.fromkeys(names, 0.0)
         near, far = self.traffic.crossing(direct=self.direct)
         for part in ("dispatch", "combine") if op.what == "pair" else (op.what,):
             row = self._case.wire_bytes(part, op.payload)
-            inside, across = self._moved(part, op)
+            inside, across = self._ideal(part, op)
+            found["ideal"] += near * inside + far * across
+            beside = self._case.beside_bytes(op.layout) if part == "dispatch" else 0
+            packed = self._packed(part, op)
+            inside, across = inside + beside if packed is None else packed, across + beside
             found["wire"] += self.traffic.wire() * row
             found["busiest"] += self.busiest * row
             found["inside"] += near * inside
             found["across"] += far * across
             found["logical"] += self.traffic.logical(op.layout) * row
-            if part == "dispatch":
-                found["beside"] += (near + far) * self._case.beside_bytes(op.layout)
+            found["beside"] += (near + far) * beside
         found["moved"] = found["inside"] + found["across"]
         return {f"{name}_bytes": bytes_ for name, bytes_ in found.items()}
 
-    def _moved(self, part: str, op: TimedOperation) -> tuple[float, int]:
-        """Return the bytes that are sent for a row inside a domain, and between domains."""
+    def _packed(self, part: str, op: TimedOperation) -> float | None:
+        """Return the bytes that are stored for a row in packets; None: rows do not travel in packets."""
+        if part == "dispatch":
+            return stored.of_dispatch(prepare_dispatch(self.buffer, **self.dispatches(op)[0]).args)
+        if op.variant == ROWS_WIRE:
+            return None
+        scaled, exact = op.variant in (FP8_WIRE, INT8_WIRE), op.layout != "flat" and op.variant == FP32_WIRE
+        row = self._case.hidden * (1 if scaled else 4 if exact else 2)
+        how: dict[str, Any] = {"scaled": scaled, "exact": exact, "single": self.traffic.single_share()}
+        return stored.of_combine(self.buffer.rounds.session.context.shape, self.tokens, row, **how)
+
+    def _ideal(self, part: str, op: TimedOperation) -> tuple[float, int]:
+        """Return the bytes of a row as it is sent inside a domain, and between domains, without what goes beside it."""
         row = self._case.wire_bytes(part, op.payload)
         if part == "dispatch":
-            moved = row + self._case.beside_bytes(op.layout)
-            return moved, moved
+            return row, row
         if op.variant == ROWS_WIRE:  # a row for each expert of a rank that the token has
             return row * self.traffic.wire(by_expert=True) / max(1, self.traffic.wire()), row
         if op.variant in (FP8_WIRE, INT8_WIRE):  # of the same bytes

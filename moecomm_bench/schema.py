@@ -152,6 +152,7 @@ class _RoundJson(_RoundAbout):
     host_us: Number | None
     wire_bytes: Number
     moved_bytes: NotRequired[Number]
+    ideal_bytes: NotRequired[Number]
     wire_gbs: Number
     logical_gbs: Number
     of_wire: Number | None

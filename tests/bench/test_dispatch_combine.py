@@ -15,6 +15,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from moecomm.backends import host
+from moecomm.base import packets
 from moecomm_bench import dispatch_combine
 from moecomm_bench.case import RoundsCase
 from moecomm_bench.cli import app
@@ -179,9 +181,29 @@ def check_bytes(row: dict[str, Any], traffic: dict[str, Any]) -> None:
     beside = TOPK * (8 + 4) + 2 * 4 if row["layout"] == "flat" and payload else 0
     assert row["wire_bytes"] == pytest.approx(traffic["wire"] * handed_out)
     assert row["moved_bytes"] == pytest.approx(traffic["wire"] * (payload + sent + beside))
+    assert row["ideal_bytes"] == pytest.approx(traffic["wire"] * (payload + sent))
     assert row["beside_bytes"] == pytest.approx(traffic["wire"] * beside)
     assert row["busiest_bytes"] == pytest.approx(traffic["busiest"] * handed_out)
     assert row["logical_bytes"] == pytest.approx(traffic["flat" if row["layout"] == "flat" else "expert"] * handed_out)
+
+
+def _measure_in_packets(rank: int, group: Any, job: dict[str, Any]) -> dict[str, Any]:
+    with patch.object(host, "packet_bytes", packets.room):
+        return _measure(rank, group, job)
+
+
+def test_moved_bytes_of_packets_are_their_lines(ranks: Ranks) -> None:
+    """A line of 128 bytes has 15 words of 8, and a row of one packet TOPK words of entries."""
+    case = replace(CASE, tokens=[5], layouts=["flat", "expert"], replays=1, ceiling=False, peers=False, rows_wire=False)
+    found = dispatch_combine.merge(case, ranks.run(2, _measure_in_packets, asdict(case)))
+    traffic = counted(5, 2)
+    sums = -(-2 * HIDDEN // 8 // 15)
+    for row in found["rows"]:
+        words = {"bf16": 2 * HIDDEN // 8 + TOPK, "fp8": HIDDEN // 8 + 1 + TOPK, "": 0}[row["payload"]]
+        lines = -(-words // 15) + (row["what"] != "dispatch") * sums
+        if row["variant"] != "fp32 wire":
+            assert row["moved_bytes"] == pytest.approx(traffic["wire"] * 128 * lines)
+            assert row["ideal_bytes"] < row["moved_bytes"]
 
 
 def test_pairs_and_layouts_are_compared_with_their_parts() -> None:

@@ -14,6 +14,8 @@ from moecomm.backends import host
 from moecomm.base import packets
 from moecomm.testing import LocalBuffers, check_case, random_case
 from moecomm.testing import ranks as local
+from moecomm.testing.prepare import prepare_dispatch
+from moecomm_bench import stored
 
 from ..few import few
 from .machine import Machine
@@ -39,6 +41,7 @@ ROWS: list[tuple[str, int, int, dict[str, Any], dict[str, Any], int, int]] = [
     ("expert", 8, 4096, FP8, {"wire": "int8"}, 2 * 14 + 10, 4 * 8 + 5),
     ("batched", 4, 2880, FP8, {"wire": "fp8"}, 14 + 12, 3 * 7 + 5),
     ("expert", 8, 7168, {}, {"wire": "exact"}, 16 + 7 * 15, 15 * 16),
+    ("expert", 1, 7168, {}, {"wire": "exact"}, 8 * 15, 15 * 8),  # a row that is the only one returns as it is
     ("flat", 3, 64, {}, {}, 2, 2),
     ("expert", 3, 64, {}, {}, 2, 2),
 ]
@@ -85,12 +88,18 @@ def test_lines_of_a_row(
         try:
             x = [torch.randn(TOKENS, hidden, generator=g).bfloat16() for _ in ids]
             calls = [{"x": a, "topk_idx": b, "layout": layout, **how} for a, b in zip(x, ids, strict=True)]
-            routed, stored = counted(machine, lambda: ranks.dispatch(calls))
-            assert stored == (sent * owned.sum(1)).tolist()
+            pending = [prepare_dispatch(buffer, **call) for buffer, call in zip(ranks.buffers, calls, strict=True)]
+            assert {stored.of_dispatch(p.args) for p in pending} == {128 * sent}
+            routed, found = counted(machine, lambda: ranks.dispatch(calls))
+            assert found == (sent * owned.sum(1)).tolist()
             ys = [torch.zeros(*here.x.shape[:-1], hidden, dtype=torch.bfloat16) for here in routed]
             calls = [{"y": y, "handle": here.handle, **back} for y, here in zip(ys, routed, strict=True)]
-            _, stored = counted(machine, lambda: ranks.combine(calls))
-            assert stored == (returned * owned.sum(0)).tolist()
+            _, found = counted(machine, lambda: ranks.combine(calls))
+            assert found == (returned * owned.sum(0)).tolist()
+            scaled, exact = back.get("wire") in ("fp8", "int8"), back.get("wire") == "exact"
+            shape, row = ranks.buffers[0].rounds.session.context.shape, hidden * (1 if scaled else 4 if exact else 2)
+            single = float(topk == 1)
+            assert stored.of_combine(shape, TOKENS, row, scaled=scaled, exact=exact, single=single) == 128 * returned
         finally:
             machine.forget()
 
