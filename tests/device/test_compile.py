@@ -93,6 +93,7 @@ SPECS = {
         packets=True, quantize=True, scale_format=UE8M0, scale_columns=True
     ),
     "dispatch few tokens, casts 22.5 groups of columns": dispatch(packets=True, quantize=True, hidden=2880),
+    "dispatch few tokens, casts 4096 columns": dispatch(packets=True, quantize=True, hidden=4096),
     "dispatch few tokens, 16 ranks": dispatch(packets=True, ranks=16),
     "dispatch few tokens, 32 ranks": dispatch(packets=True, ranks=32),
     "dispatch few tokens, 64 ranks, top-32": dispatch(packets=True, ranks=64, topk=32, type=FP32),
@@ -173,6 +174,7 @@ SPECS = {
     ),
     "combine across domains, flat, sums of gradients": combine(layout=FLAT, sum_grads=True, **ACROSS),
     "combine, e4m3 on the wire": combine(wire=E4M3),
+    "combine few tokens, e4m3 on the wire, 4096 columns": combine(packets=True, wire=E4M3, hidden=4096),
     "combine verifies, e4m3 on the wire": combine(wire=E4M3, verifies=True),
     "combine flat, e4m3 on the wire": combine(wire=E4M3, layout=FLAT),
     "combine fp32 by weights of the source ranks, 16384 columns, e4m3 on the wire": combine(
