@@ -165,7 +165,10 @@ struct Collect {
     // not arrive.
     MOECOMM_FN bool collect(u64 owners, u64 singles, i32 token, i32 piece) {
         float sum[P::kSteps][2][P::kColumns] = {};
-        if constexpr (cfg.bias_first) start(token, piece, sum);
+        if constexpr (cfg.bias_first && !kAllInOneBatch) {
+#pragma unroll
+            for (i32 step = 0; step < P::kSteps; ++step) start(token, piece, step, sum[step]);
+        }
         do {
             const u64 now = take(owners);
             const i32 count = __popcll(now);
@@ -180,6 +183,7 @@ struct Collect {
             }
 #pragma unroll
             for (i32 step = 0; step < P::kSteps; ++step) {
+                if constexpr (cfg.bias_first && kAllInOneBatch) start(token, piece, step, sum[step]);  // packets fill the registers
 #pragma unroll
                 for (i32 i = 0; i < kBatch; ++i) {
                     if (i >= count) continue;
@@ -258,16 +262,13 @@ struct Collect {
         }
     }
 
-    // bias_first: sets this lane's columns of a piece to the bias.
-    MOECOMM_FN void start(i32 token, i32 piece, float (&sum)[P::kSteps][2][P::kColumns]) const {
+    // bias_first: sets this lane's columns of a step to the bias.
+    MOECOMM_FN void start(i32 token, i32 piece, i32 step, float (&sum)[2][P::kColumns]) const {
         const OutputRow out = c.out_of(token);
         const i32 words = P::words(piece);
 #pragma unroll
-        for (i32 step = 0; step < P::kSteps; ++step) {
-#pragma unroll
-            for (i32 i = 0; i < 2; ++i)
-                if (P::has(step, i, words)) c.load_bias(out, P::column(piece) + (packet_word(step) + i) * P::kColumns, sum[step][i]);
-        }
+        for (i32 i = 0; i < 2; ++i)
+            if (P::has(step, i, words)) c.load_bias(out, P::column(piece) + (packet_word(step) + i) * P::kColumns, sum[i]);
     }
 
     MOECOMM_FN void store(i32 token, i32 piece, i32 step, float (&sum)[2][P::kColumns]) const {
