@@ -1,9 +1,9 @@
-"""Serve through the loss of a rank: it is masked in the middle of decoding, and another process takes its place.
+"""Serve through the loss of a rank: the others mask it in the middle of decoding, and another process takes its place.
 
     python examples/serve_through_a_loss.py
 
-Every expert lies on two of four ranks. Each step, each rank compares its tokens with those of a run without a loss, bit
-for bit. Ranks are processes of this host; on GPUs, each takes one.
+Every expert lies on two of four ranks. In each step, each rank compares its tokens with those of a run without a loss,
+bit for bit. Ranks are processes of this host; if it has GPUs, each rank takes one.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ def tokens(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
 
 
 def wanted(step: int, rank: int) -> torch.Tensor:
-    """Return what a run without a loss serves."""
+    """Return the output of a run without a loss."""
     x, ids, weights = tokens(step, rank)
     out = torch.zeros_like(x)
-    for k in range(TOPK):  # one after the other, as wire="rows" adds them up
+    for k in range(TOPK):  # in the order in which wire="rows" adds them
         rows = torch.stack([expert(row, int(number)) for row, number in zip(x, ids[:, k], strict=True)])
         out += weights[:, k : k + 1] * rows
     return out
 
 
 def decode(buffer: moecomm.Buffer, step: int) -> torch.Tensor:
-    """Make a step of this rank."""
+    """Run a step on this rank."""
     x, ids, weights = (tensor.to(buffer.device) for tensor in tokens(step, buffer.rank))
     routed = buffer.dispatch(x, ids, weights, layout="expert", sync=True)
     y, start = torch.empty_like(routed.x), 0
@@ -60,7 +60,7 @@ def decode(buffer: moecomm.Buffer, step: int) -> torch.Tensor:
 
 
 class Meeting:
-    """What ranks tell each other beside their rounds: over a store in a process that outlives them."""
+    """Messages of ranks outside rounds, over a store in a process that outlives them."""
 
     def __init__(self, port: int, rank: int, attempt: int) -> None:
         self.store, self.rank, self.attempt = dist.TCPStore("127.0.0.1", port, is_master=False), rank, attempt
@@ -71,7 +71,7 @@ class Meeting:
         return dist.ProcessGroup(dist.PrefixStore(f"{self.attempt}/", self.store), self.rank, RANKS)
 
     def next_step(self, step: int, masked: tuple[int, ...] = ()) -> int:
-        """Return the least step of all ranks that take part: they may have failed one call apart."""
+        """Return the least step of all ranks that take part, because they may have failed one call apart."""
         key = f"{self.attempt}/step/{next(self._number)}"
         self.store.set(f"{key}/{self.rank}", str(step))
         return min(int(self.store.get(f"{key}/{rank}")) for rank in range(RANKS) if rank not in masked)
@@ -86,7 +86,7 @@ class Server:
 
     def __init__(self, port: int, rank: int, attempt: int) -> None:
         self.meeting, self.after = Meeting(port, rank, attempt), Meeting(port, rank, 1)
-        self.later = self.after.group()  # that the ranks which are left grow to
+        self.later = self.after.group()  # the group that the Buffer grows to
         sizes: dict[str, Any] = {"hidden": HIDDEN, "num_experts": EXPERTS, "topk": TOPK, "max_tokens": TOKENS}
         group = self.meeting.group() if attempt == 0 else self.later
         self.buffer = moecomm.Buffer(
@@ -94,7 +94,7 @@ class Server:
         )
 
     def serve(self, step: int, steps: int, lose_at: int) -> None:
-        """Serve from a step on.  The last rank kills itself before `lose_at`, if it comes there."""
+        """Serve from a step on.  The last rank kills itself before step `lose_at`."""
         buffer = self.buffer
         while step < steps or buffer.masked:
             if (buffer.rank, step) == (RANKS - 1, lose_at):
@@ -114,7 +114,7 @@ class Server:
         buffer.close()
 
     def grows_before(self, step: int) -> bool:
-        """Return whether the new rank is taken in before this step: rank 0 sees that it waits, and names the step."""
+        """Return whether ranks take in the new one before this step: rank 0 sees that it waits, and names the step."""
         store = self.meeting.store
         store.set("lost", "1")  # a process may be started
         if self.buffer.rank == 0 and not store.check(["grow"]) and self.buffer.joining(self.later) == [RANKS - 1]:
@@ -123,7 +123,7 @@ class Server:
 
 
 def run(port: int, rank: int, attempt: int, steps: int, lose_at: int) -> None:
-    """Be one rank."""
+    """Run one rank."""
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())
     torch.set_num_threads(1)
@@ -134,7 +134,7 @@ def run(port: int, rank: int, attempt: int, steps: int, lose_at: int) -> None:
 
 
 def say(line: str) -> None:
-    """Print a line in one write, which those of other ranks cannot part."""
+    """Print a line in one write, so that lines of ranks do not mix."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 

@@ -1,18 +1,18 @@
-"""Reinforcement learning on ranks of a trainer and ranks of an engine: one samples, the other learns from that.
+"""Reinforcement learning on trainer ranks and engine ranks: the engine samples, the trainer learns from that.
 
     python examples/train_and_sample.py
 
-Ranks 0 and 1 train, ranks 2 and 3 sample, in another placement with a replica of two experts. Before each batch,
-moecomm.transfer brings all weights to the engine, whose ranks switch together: experts by one transfer, and everything
-else, which every rank has, by another.
+Ranks 0 and 1 train, ranks 2 and 3 sample, in another placement with replicas of two experts. Before each batch,
+moecomm.transfer brings all weights to the engine, whose ranks switch together: experts by one transfer, and all other
+weights, which every rank has, by another.
 
-The trainer computes the logits of sampled tokens anew. They are those of the engine to the bit, for three reasons:
+The trainer computes the logits of sampled tokens again. They equal those of the engine bit for bit, for three reasons:
 
 - The weights are the same: they are verified on arrival, and all engine ranks switch at once.
-- `wire="rows"` adds what the experts of a token return in one order, whatever the ranks, the batch or the placement.
-- Products are computed row by row: torch may add in another order where there are more rows.
+- `wire="rows"` adds the outputs of a token's experts in one order, whatever the ranks, the batch or the placement.
+- Products are computed row by row: with more rows, torch may add in another order.
 
-The reward of a token is that it follows the one before it.
+A token is rewarded if it is the successor, by number, of the token before it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from moecomm.transfer import WeightTransfer
 VOCABULARY, HIDDEN, INNER, EXPERTS, TOPK = 16, 16, 16, 6, 2
 SEQUENCES, LENGTH = 8, 6  # of an engine rank, in a step
 TRAINERS, ENGINES = [0, 1], [2, 3]
-TRAINED, SAMPLED = [[0, 1, 2], [3, 4, 5]], [[0, 1, 2, 3], [4, 5, 0, 3]]  # experts of the ranks of each
+TRAINED, SAMPLED = [[0, 1, 2], [3, 4, 5]], [[0, 1, 2, 3], [4, 5, 0, 3]]  # experts of trainer and of engine ranks
 SHAPES = {"w13": (2 * INNER, HIDDEN), "w2": (HIDDEN, INNER)}
 DENSE = {"embedding": (VOCABULARY, HIDDEN), "gate": (EXPERTS, HIDDEN), "head": (VOCABULARY, HIDDEN)}
 Weights = dict[str, torch.Tensor]
@@ -46,12 +46,12 @@ def drawn(shapes: dict[str, tuple[int, ...]], *seed: int) -> Weights:
 
 
 def product(rows: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """Return rows @ w.T, one row after the other."""
+    """Return rows @ w.T, computed row by row."""
     return torch.stack([w @ row for row in rows]) if len(rows) else rows @ w.T
 
 
 def logits_of(buffer: moecomm.Buffer, tokens: torch.Tensor, experts: Weights, dense: Weights) -> torch.Tensor:
-    """Return the logits of what follows each token, `[tokens, VOCABULARY]`.  All ranks of the Buffer call it."""
+    """Return the logits of the token after each one, `[tokens, VOCABULARY]`.  All ranks of the Buffer call it."""
     x = dense["embedding"][tokens]
     chances, ids = product(x, dense["gate"]).softmax(dim=1).topk(TOPK)
     routed = ops.dispatch(buffer, x, ids, chances)
@@ -77,21 +77,21 @@ def sample(buffer: moecomm.Buffer, experts: Weights, dense: Weights, seed: int) 
 
 
 def rewards(text: torch.Tensor) -> torch.Tensor:
-    """Return 1 for each token that follows the one before it."""
+    """Return 1 for each token that is the successor of the one before it, else 0."""
     return (text[:, 1:] == (text[:, :-1] + 1) % VOCABULARY).float()
 
 
 def gathered(
     group: dist.ProcessGroup, mine: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """Return what each engine rank passes; trainers pass None."""
+    """Return the tensors of all engine ranks, on every rank; trainers pass None."""
     everybody = [torch.empty(shape, dtype=dtype) for _ in range(group.size())]
     dist.all_gather(everybody, torch.zeros(shape, dtype=dtype) if mine is None else mine, group=group)
     return [everybody[rank] for rank in ENGINES]
 
 
 def run(group: dist.ProcessGroup, steps: int) -> dict[str, Any]:
-    """Train or sample on one rank; return the mean reward of each step, and whether all logits were equal."""
+    """Train or sample on one rank; return the mean reward of each step, and whether all its logits were equal."""
     torch.set_num_threads(1)
     trains = group.rank() in TRAINERS
     groups = [dist.new_group(ranks) for ranks in (TRAINERS, ENGINES)]
@@ -108,7 +108,7 @@ def run(group: dist.ProcessGroup, steps: int) -> dict[str, Any]:
         WeightTransfer(group, DENSE, **whole, **about) as of_dense,
     ):
         held = own[buffer.rank]
-        if not trains:  # zeros until the first weights come
+        if not trains:  # zeros until the first weights arrive
             experts = {name: torch.zeros(len(held), *shape) for name, shape in SHAPES.items()}
             dense = {name: torch.zeros(shape) for name, shape in DENSE.items()}
         else:
@@ -142,8 +142,8 @@ def run(group: dist.ProcessGroup, steps: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Train; return 1 if a logit of the trainer is not that of the engine, else 0."""
-    parser = argparse.ArgumentParser(description="Trains and samples on ranks of their own.")
+    """Train; return 1 if a logit of trainer and engine differs, else 0."""
+    parser = argparse.ArgumentParser(description="Train and sample on separate ranks.")
     parser.add_argument("--steps", type=int, default=60, help="Steps of training.")
     options = parser.parse_args()
     found = launch("train_and_sample:run", {"steps": options.steps}, len(TRAINERS) + len(ENGINES))

@@ -1,8 +1,8 @@
 """Choice between a fused and an unfused layer, for `fused=None`.
 
-The first layer of a kind measures both forms, and all ranks take one.  Rank 0 keeps it in the user's tuning table; the
-table of rank 0 says which forms are known when a Buffer opens.  Where nothing can be measured, bounds in the tables
-decide (moecomm/tuning/layers.py).
+The first layer of a kind measures both forms, and all ranks take the same one.  Rank 0 keeps it in the user's tuning
+table.  When a Buffer opens, the table of rank 0 says which forms are known.  Where nothing has been measured, bounds in
+the tables decide (moecomm/tuning/layers.py).
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ log = logging.getLogger("moecomm")
 _WEIGHTS = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 _NAMES = {True: "fused", False: "unfused"}
 _TIMES = struct.Struct("<2q")  # nanoseconds of both forms
-_HEAD_START = 4_000_000  # cycles: an eager layer takes the host longer than an operator
+_HEAD_START = 4_000_000  # cycles: the host takes longer to enqueue an eager layer than an operator
 
 
 class LayerForms(NamedTuple):
-    """What a rank knows of the layers of a Buffer that opens.
+    """A rank's knowledge of layers, as ranks exchange it when a Buffer opens.
 
     Attributes:
-        faster: faster(), in the order of its dtypes.
-        known: layers that have been measured, and whether they run fused.
+        faster: values of faster(), in the order of its dtypes.
+        known: kinds of layers that have been measured, and whether they run fused.
     """
 
     faster: list[bool]
@@ -47,9 +47,10 @@ class LayerForms(NamedTuple):
 
 
 def faster(gpu: str, settings: Settings) -> dict[torch.dtype, bool]:
-    """Return for each dtype of weights whether a fused layer is the faster one, in a full Buffer of these sizes.
+    """Return for each dtype of weights whether bounds say that fused is faster, in a full Buffer of these sizes.
 
-    By the user's table for the GPU, else the shipped one.  A number of ranks that neither has is unfused.
+    Bounds are those of the user's table for the GPU, else of the shipped one.  Without bounds for the number of ranks,
+    a layer runs unfused.
     """
     of_rank = settings.max_tokens * settings.topk
     of_expert = of_rank * settings.ranks / settings.held_by_all
@@ -61,14 +62,14 @@ def faster(gpu: str, settings: Settings) -> dict[torch.dtype, bool]:
 
 
 def agree(ranks: Opening, settings: Settings, device: torch.device) -> tuple[dict[torch.dtype, bool], dict[Kind, bool]]:
-    """Return faster(), and the layers of this Buffer that have been measured, as rank 0 knows them.  Collective.
+    """Return faster(), and the measured forms of this Buffer's layers, as rank 0 knows them.  Collective.
 
-    Users of different hosts may have different tables, and a layer that only some ranks fuse would time out.
+    Hosts may have different tables, and a layer that only some ranks fuse would time out.
 
     Raises:
         As Opening.all_gather.
     """
-    if device.type == "cpu":  # whose layers are never fused
+    if device.type == "cpu":  # layers of CPU ranks are never fused
         return {}, {}
     gpu = torch.cuda.get_device_name(device)
     mine = faster(gpu, settings)
@@ -79,9 +80,9 @@ def agree(ranks: Opening, settings: Settings, device: torch.device) -> tuple[dic
 
 
 def kind_of(rounds: Rounds, weights: WeightFormat, values: torch.dtype, intermediate: int, tokens: int) -> Kind:
-    """Return the kind of a layer, the same on all ranks, which may have different numbers of tokens.
+    """Return the kind of a layer: the same on all ranks, although their numbers of tokens may differ.
 
-    `values`: dtype of the weights.  `tokens`: of this rank, which count where it is the only one.
+    `values`: dtype of the weights.  `tokens`: of this rank; they count only if it is the only one.
     """
     tokens = min(tokens, rounds.max_tokens) if rounds.num_ranks == 1 else rounds.max_tokens
     return Kind(
@@ -115,15 +116,14 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def can_measure(rounds: Rounds) -> bool:
-    """Return whether a call may measure now, the same on all ranks: all take part, and the host may wait."""
+    """Return whether a call may measure now: all ranks take part, and the host may wait.  The same on all ranks."""
     return not rounds.masked and not rounds.session.capturing()
 
 
 def full_batch(rounds: Rounds, kind: Kind) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return tokens, ids and weights of this rank for a measurement.  All experts get the same number of rows.
 
-    Each token takes the next K of all experts, in an order without pattern.  The caller's random numbers stay as they
-    are.
+    Each token takes the next K experts of a random permutation.  torch's global generators are not used.
     """
     tokens, device = min(kind.tokens, rounds.max_tokens), rounds.device
     placement, topk = rounds.placement, rounds.topk
@@ -137,16 +137,16 @@ def full_batch(rounds: Rounds, kind: Kind) -> tuple[torch.Tensor, torch.Tensor, 
 
 
 def measure(rounds: Rounds, kind: Kind, guess: bool, calls: Mapping[bool, Call], reserve: Callable[[], object]) -> None:
-    """Measure the forms of a kind of layer, and take the faster one of the slowest rank from now on.  Collective.
+    """Measure both forms of a kind of layer, and take the one whose slowest rank is faster from now on.  Collective.
 
-    All ranks have ended the same call.  Where a full batch has no room on one of them, all take the guess.
+    All ranks must have ended the same call.  If a full batch has no room on one of them, all take the guess.
 
     Args:
         rounds: of the Buffer, whose `layer_forms` gets the form.
         kind: of the layer.
-        guess: the form by the tables, which is taken if the other one is hardly faster.
-        calls: a call of a full batch, by form: fused or not.
-        reserve: takes the memory of such a call in either form, and raises what says that there is none.
+        guess: whether bounds say fused; taken unless the other form is clearly faster.
+        calls: a call of a full batch, by whether it runs fused.
+        reserve: takes the memory of such a call in both forms; raises if there is too little.
 
     Raises:
         PeerLost, Timeout, Aborted and others: as rounds.
@@ -159,7 +159,7 @@ def measure(rounds: Rounds, kind: Kind, guess: bool, calls: Mapping[bool, Call],
             rounds.layer_forms[kind] = guess
             return
         times = time_forms(Clock(rounds.device, _HEAD_START), forms, lambda call: call(), lambda _: _wait(rounds))
-    except TooManyRows:  # of even routing, on every rank: the Buffer has less room
+    except TooManyRows:  # on every rank: the Buffer has less room than even routing takes
         rounds.layer_forms[kind] = guess
         return
     finally:
@@ -168,7 +168,7 @@ def measure(rounds: Rounds, kind: Kind, guess: bool, calls: Mapping[bool, Call],
     form, us = fastest(tuple(forms), [_TIMES.unpack(data) for data in by_rank])
     rounds.layer_forms[kind] = form == _NAMES[True]
     log.info("rank %d: layers of %s run %s: %s", rounds.rank, kind, form, us)
-    if rounds.rank == 0 and (rounds.on_cpu or rounds.session.exclusive_gpu):  # else times say nothing of other machines
+    if rounds.rank == 0 and (rounds.on_cpu or rounds.session.exclusive_gpu):  # times on a shared GPU are not kept
         _keep(rounds.device, Form(kind._asdict(), form == _NAMES[True], us))
 
 
@@ -193,13 +193,13 @@ def _exchange(rounds: Rounds, mine: bytes) -> list[bytes]:
             everybody = ranks.all_gather(mine)
             ranks.settle()
     except (PeerLost, Timeout):
-        rounds.raise_failure()  # masks the ranks that are lost, where that is wanted
+        rounds.raise_failure()  # masks the lost ranks if on_timeout="mask"
         raise
     return everybody
 
 
 def _keep(device: torch.device, form: Form) -> None:
-    """Write a form to this user's table.  A table that can't be written leaves the form to this Buffer."""
+    """Write a form to this user's table.  If that fails, only this Buffer has the form."""
     try:
         tuning.keep_form(torch.cuda.get_device_name(device), form)
     except (OSError, ValueError) as error:

@@ -1,8 +1,8 @@
 """Pending masks: ranks that one rank alone wants masked or taken in again, until all agree on that.
 
-Engines change masks on each rank alone, between two steps.  The rank's own view changes at once.  Its next dispatch
-begins an agreement, as Buffer.mask() and unmask() hold it.  Ranks that want nothing meet it in that dispatch: they are
-interrupted there, agree, and dispatch again.
+Each rank of an engine changes masks alone, between two steps.  Its own view changes at once.  Its next dispatch begins
+an agreement like that of Buffer.mask() and unmask().  Ranks that want nothing are interrupted in that dispatch, and
+agree.  CPU ranks then dispatch again; GPU ranks, which do not wait in a dispatch, raise an error in a later call.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from moecomm.rounds.state import CollectiveCall
 
 
 class PendingMasks:
-    """The masks of one rank of a Buffer that masks by itself.
+    """The pending masks of one rank, for a Buffer with on_timeout="mask".
 
     Args:
         rounds: of the Buffer.
@@ -23,18 +23,18 @@ class PendingMasks:
 
     def __init__(self, rounds: Rounds) -> None:
         self._rounds = rounds
-        self._wanted: dict[int, bool] = {}  # by rank: masked or not
+        self._wanted: dict[int, bool] = {}  # by rank: True to mask it
 
     def want(self, rank: int, masked: bool) -> None:
-        """Mask a rank, or take it in again, in this rank's view.  Repeats change nothing; the last word counts.
+        """Mask a rank, or take it in again, in this rank's view.  Idempotent; the last call for a rank counts.
 
-        This rank comes back only if it is masked now: others may mask it before its next dispatch, and mean that.
+        For this rank itself, a call counts only if it is masked now: a mask that others agree on later must stand.
         """
         if rank != self._rounds.rank or self._rounds.session.excluded():
             self._wanted[rank] = masked
 
     def want_all(self) -> None:
-        """Take all ranks in again, this one as well."""
+        """Take all ranks in again, this one too."""
         for rank in range(self._rounds.num_ranks):
             self.want(rank, False)
 
@@ -44,7 +44,7 @@ class PendingMasks:
         return set(kept).union(rank for rank, masked in self._wanted.items() if masked)
 
     def is_apart(self) -> bool:
-        """Return whether this rank masks all others in its view, of which some take part and live."""
+        """Return whether this rank's view masks all others, although some of them take part and are alive."""
         rounds = self._rounds
         others = set(range(rounds.num_ranks)) - {rounds.rank}
         if not self._wanted or not others <= self.view():
@@ -55,12 +55,12 @@ class PendingMasks:
     def agree(self) -> None:
         """Agree on this rank's view ahead of a dispatch.  Collective among the ranks that take part and come back.
 
-        A rank that does not come back within the Buffer's `timeout_s` stays masked, with a warning.  Nothing happens
-        in a capture, or if this rank wants nothing else than what ranks have agreed on.
+        A rank that does not come back within the Buffer's `timeout_s` stays masked, with a warning.  Does nothing in a
+        capture, or if this rank's view is what ranks have agreed on.
 
         Raises:
-            Aborted: other ranks have failed in other calls.  The next call works.
-            As Masking.hold().
+            Aborted: another rank has failed in another call.  The next call works.
+            MemoryReleased, and others: as Masking and its hold().
         """
         if not self._wanted or self._rounds.session.capturing():
             return

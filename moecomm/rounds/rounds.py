@@ -1,4 +1,4 @@
-"""Rounds: the state of a Buffer that dispatch, combine and fused layers work with."""
+"""Rounds: the state of a Buffer that dispatch, combine and fused layers use."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Origin(NamedTuple):
     """The opening of a Buffer's rounds.
 
     Attributes:
-        identity: by which its ranks name this opening, and no other.
+        identity: name of this opening, the same on its ranks, and of no other.
         why: the reason for the backend, in words.
-        chosen_because: the same before the ranks met; another opening of the Buffer begins with it.
-        domain_ranks: that the user asked for, also while shrink() has left another number; None: whatever there are.
-        fused_weights: for each dtype of weights whether layers that have not been measured run fused by default, on
-            which its ranks have agreed.
-        layer_forms: whether layers that were measured before run fused, likewise.
-        barrier: when this rank came to the barrier that ends an opening, and when it left: CLOCK_MONOTONIC, in ns.
+        chosen_because: the reason before the ranks met, with which another opening of the Buffer begins.
+        domain_ranks: ranks of a domain that the user asked for, even if shrink() has left fewer; None: not given.
+        fused_weights: for each dtype of weights, whether layers that have not been measured run fused by default; ranks
+            have agreed on it.
+        layer_forms: for each kind of layer that was measured before, whether it runs fused; agreed on likewise.
+        barrier: times at which this rank reached and left the barrier that ends an opening: CLOCK_MONOTONIC, in ns.
     """
 
     identity: str
@@ -50,9 +50,9 @@ class Origin(NamedTuple):
 
 
 class Part:
-    """A part of an open Buffer that belongs to another room, which adds it to Rounds.parts.
+    """A part of an open Buffer that another folder of moecomm defines and adds to Rounds.parts.
 
-    Rounds know its class alone, and call these methods.  None of them does anything unless a class overrides it.
+    Rounds knows only this class, and calls its methods.  They do nothing unless a subclass overrides them.
 
     Attributes:
         ends_with_memory: a release of the Buffer's memory closes it as well.
@@ -64,32 +64,32 @@ class Part:
         """End every wait of this rank at once, from any thread."""
 
     def check(self, masked: bool) -> None:
-        """Wait for the work so far, and raise the error of the first that went wrong.  `masked`: some rank is."""
+        """Wait for the work so far, and raise the first error.  `masked`: some rank is masked."""
 
     def close(self) -> None:
-        """Drop what refers to the window, and give memory back.  Idempotent."""
+        """Drop references to the window, and give memory back.  Idempotent."""
 
 
 class Rounds(RoundState, Bound):
-    """Sizes, session, window memory and plans of a Buffer, and what its last rounds left behind.
+    """Sizes, session, window memory and plans of a Buffer, and the state that its last rounds left behind.
 
     A Handle refers to it, and so keeps the session open when the Buffer itself is gone.
 
     Attributes:
-        origin: how it was opened.
-        experts: by which callers name them.
-        slots: of its placement; None: it has none.
-        sampling: chooses rounds to verify; None: none is.
-        parts: of other rooms, by their classes.
-        layer_forms: whether layers that have been measured run fused; those of the origin, and later ones.
+        origin: the opening of the Buffer.
+        experts: names that callers have for experts.
+        slots: slots of the placement; None: there is no placement.
+        sampling: chooses the rounds to verify; None: no round is verified.
+        parts: parts that other folders have added, by class.
+        layer_forms: whether layers that have been measured run fused: those of `origin`, and later ones.
         begun: the Routed of a dispatch_begin() whose dispatch_end() is yet to come.
 
     Args:
-        session: that the backend has opened.
-        settings: on which its ranks have agreed.
+        session: opened by the backend.
+        settings: agreed on by all ranks.
         origin: see Attributes.
-        ids: of experts that callers name; None: those of the rounds.
-        row_tables: hashes of the rows that combines move; CPU ranks that verify rounds.
+        ids: ids that callers have for experts; None: those of the rounds.
+        row_tables: hashes of the rows that combines move, on CPU ranks that verify rounds.
     """
 
     def __init__(
@@ -121,12 +121,12 @@ class Rounds(RoundState, Bound):
         self.layer_forms = dict(origin.layer_forms)
         self.sampling = Sampling(settings.verify_every, row_tables) if settings.verify_every else None
         self.begun: Bound | None = None
-        self._late: list[object] = []  # what masked ranks may still write to, since a dispatch has failed
+        self._late: list[object] = []  # outputs of failed dispatches, which masked ranks may still write
         self.experts = ExpertNames(settings.named_experts, ids, self.device)
         self.slots: Slots | None = None
         if settings.placement is not None:
             self.slots = Slots(session, self.domain_ranks, settings.placement)
-        elif settings.on_timeout == "mask":  # else the table of a placement does
+        elif settings.on_timeout == "mask":  # a placement's table does the same
             self.experts.live = LiveExperts(self.num_experts, self.device)
 
     @property
@@ -145,21 +145,21 @@ class Rounds(RoundState, Bound):
         return part
 
     def check_parts(self) -> None:
-        """Wait for the work of all parts, and raise the error of the first that went wrong, if any."""
+        """Wait for the work of all parts, and raise the first error, if any."""
         for part in list(self.parts.values()):
             part.check(bool(self.masked))
 
     def release_parts(self) -> None:
-        """Close the parts that end with the Buffer's memory.  Their rooms add others at the next use."""
+        """Close the parts that end with the Buffer's memory.  The next use adds them again."""
         for kind, part in list(self.parts.items()):
             if part.ends_with_memory:
                 part.close()
                 del self.parts[kind]
 
     def copy_to(self, block: _native.Block, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor to a block of the window, where peers can read it, and return it there.
+        """Copy a tensor to a block of the window, where peers can read it, and return the copy.
 
-        The copy follows all rounds so far: one on another stream may still use this memory.
+        The copy waits for all rounds so far, because one on another stream may still use this memory.
         """
         self.session.order()
         address = self.session.context.peers[self.rank] + block.offset
@@ -167,7 +167,7 @@ class Rounds(RoundState, Bound):
         return here.copy_(tensor)
 
     def warn_of_copies(self) -> None:
-        """Warn, once, that outputs are copied out of the window, unless the window is about to have room for them."""
+        """Warn, once, that outputs are copied out of the window, unless the window is about to grow."""
         if not self.session.extending:
             self.memory.warn_of_copies()
 
@@ -178,10 +178,10 @@ class Rounds(RoundState, Bound):
             part.abort()
 
     def resumed(self, number: int, masked: frozenset[int]) -> None:
-        """Take note that these ranks are masked, and rounds go on after this one.
+        """Record the masked ranks, and go on with rounds after `number`.
 
-        A masked rank that was stopped in a dispatch goes on to store its rows when it is resumed.  No output is given
-        the memory where they belong, until it has come back or its process has ended.
+        A masked rank whose process was stopped in a dispatch stores its rows when the process continues.  So no output
+        gets the memory of that dispatch until the rank has come back, or its process has ended.
         """
         pages = self.session.pages
         gone = self.session.dead_peers().keys() | (set() if pages is None else pages.left())
@@ -198,7 +198,7 @@ class Rounds(RoundState, Bound):
 
     @collective(rounds=0)
     def check(self) -> None:
-        """Wait for every round so far, and raise the error of the first that went wrong, if any."""
+        """Wait for every round so far, and raise the first error, if any."""
         self.require_alive()
         self.raise_failure()
         self.wait()
@@ -207,7 +207,7 @@ class Rounds(RoundState, Bound):
         self.flight.settle()
 
     def wait(self) -> None:
-        """Wait for every round enqueued so far.  Their errors are for the caller to raise."""
+        """Wait for every round enqueued so far.  The caller raises their errors."""
         if self.on_cpu:  # rounds are over when they return
             return
         with span(self.flight.spans, "wait for the device"):

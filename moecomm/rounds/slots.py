@@ -13,17 +13,17 @@ class Slots:
     """The slots of a Buffer with a placement.
 
     Attributes:
-        placement: that rounds follow from now on.
+        placement: the placement that rounds follow from now on.
         generation: number of the placement, from 1; round headers carry it.
-        filled: by slot of this rank, the generation from which on its weights are those of its expert: see
+        filled: for each slot of this rank that was written, the first generation for which its weights are valid: see
             moecomm.membership.placing.left().
-        reserved: empty slots that get no copies, because they are being filled.
-        copied: layers copy experts to empty slots, also in replays of captured graphs.
+        reserved: empty slots that layers copy no experts to, because they are being filled.
+        copied: True once layers copy experts to empty slots, which replays of captured graphs do, too.
 
     Args:
         session: of this rank.
-        domain_ranks: neighbouring ranks that load from each other and store to each other.
-        placement: at first.
+        domain_ranks: number of ranks in a domain.
+        placement: the first placement.
     """
 
     def __init__(self, session: Session, domain_ranks: int, placement: Placement) -> None:
@@ -37,16 +37,16 @@ class Slots:
         session.synchronize()
 
     def table_of(self, placement: Placement) -> Table:
-        """Return the table by which rounds follow a placement while no rank is masked and no slot reserved."""
+        """Return the table of a placement for rounds while no rank is masked and no slot is reserved."""
         return table(placement, self._rank, self._domain_ranks, ())
 
     def place(self, placement: Placement, masked: Collection[int] = (), made: Table | None = None) -> None:
         """Write the table of a placement, for rounds from now on.  Does not wait for the device.
 
         Args:
-            placement: of the present generation.
+            placement: of the current generation.
             masked: ranks that take no part.
-            made: see table_of().
+            made: the table from table_of(), if it has been made.
         """
         empty, words = made or table(placement, self._rank, self._domain_ranks, masked, self.reserved)
         self.placement = placement
@@ -54,16 +54,16 @@ class Slots:
         self._session.place([*head, *words])
 
     def reserve(self, slots: Collection[int], masked: Collection[int]) -> None:
-        """Let no layer copy experts to these slots from now on, also in replays of graphs.
+        """Keep layers from copying experts to these slots from now on, also in replays of graphs.
 
-        A change of generation, so that ranks which reserve them between other rounds raise Mismatch.
+        Changes the generation, so ranks that reserve slots between different rounds raise Mismatch.
         """
         if not self.reserved.issuperset(slots):
             self.reserved, self.generation = self.reserved.union(slots), self.generation + 1
             self.place(self.placement, masked)
 
     def note_copies(self) -> None:
-        """Note that layers write slots that are empty in this generation, where older placements had weights."""
+        """Record that layers write empty slots from now on: weights of older placements there are lost."""
         self.copied = True
         for slot, expert in enumerate(self.placement.held[self._rank]):
             if expert == NONE:

@@ -1,4 +1,4 @@
-"""Weights of all experts on their way from the ranks that train them to the ranks that serve them."""
+"""Transfer of the weights of all experts, from the ranks that train them to the ranks that serve them."""
 
 from moecomm.transfer.weight_transfer import WeightTransfer, ranks_over
 

@@ -1,4 +1,4 @@
-"""Casts of one expert's weights on their way, by the specification of moecomm.formats, and the tensors that arrive."""
+"""Casts of one expert's weights, by moecomm.fused and moecomm.formats, and the tensors that arrive."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu),
 )
-_LEAST_AMAX = 1e-30  # so that the factor of NVFP4 weights, and its reciprocal, are normal numbers
+_LEAST_AMAX = 1e-30  # keeps the factor of NVFP4 weights, and its reciprocal, normal numbers
 _NVFP4_RANGE = 2688.0  # the largest value, 6, times the largest scale, 448
 
 Cast = str | torch.dtype | None
@@ -32,12 +32,12 @@ Part = tuple[tuple[int, ...], torch.dtype]
 
 
 class Kind(NamedTuple):
-    """One tensor of an expert.
+    """One tensor of an expert, and its cast.
 
     Attributes:
-        shape, dtype: at its source.
+        shape, dtype: of the tensor at its source.
         cast: name of a format, a dtype, or None.
-        parts: shape and dtype of the tensors that arrive: values; of formats then scales; of NVFP4 then a factor.
+        parts: shape and dtype of each tensor that arrives: values; for a format also scales; for NVFP4 also a factor.
     """
 
     shape: tuple[int, ...]
@@ -67,7 +67,7 @@ class Kind(NamedTuple):
 
 
 def kinds_of(shapes: Any, dtype: Any, cast: Any) -> dict[str, Kind]:
-    """Return the tensors of an expert by name.  See WeightTransfer for the arguments.
+    """Check the arguments of WeightTransfer, and return the tensors of an expert by name.
 
     Raises:
         BadInput: names the argument.
@@ -112,7 +112,7 @@ def _parts(shape: tuple[int, ...], dtype: torch.dtype, cast: Any) -> tuple[Part,
 
 
 def described(kinds: Mapping[str, Kind]) -> dict[str, str]:
-    """Return texts of what ranks must pass alike, by argument."""
+    """Return by argument, as text, what all ranks must pass alike."""
     same = shown({name: (kind.shape, kind.dtype) for name, kind in kinds.items()})
     return {**same, "cast": ", ".join(f"{name} {kind.cast}" for name, kind in kinds.items())}
 
@@ -130,14 +130,14 @@ def checked(
 
     Args:
         argument: its name.
-        given: by the caller.
-        wanted: shapes of an expert's parts, and their dtypes, by name.
-        rows: that each has at least.
-        device: of all.
-        written: each element has memory of its own.
+        given: what the caller passed.
+        wanted: shapes and dtypes of an expert's parts, by name.
+        rows: the least rows of each tensor.
+        device: of all tensors.
+        written: the tensors will be written, so each element needs memory of its own.
 
     Raises:
-        BadInput: other names, or tensors of other shapes or dtypes, or on another device.
+        BadInput: names, shapes, dtypes or a device that are not wanted.
         Unsupported: a tensor of torch.func.
     """
     if not isinstance(given, Mapping) or set(given) != set(wanted):

@@ -1,8 +1,8 @@
 """Records: the tensors of one expert as they travel, one after the other, with their hashes.
 
-A record ends with a hash of each tensor and the number of the transfer.  The sender hashes what it has cast before it
-copies it to its memory, and the receiver what it has copied to its own.  So a hash that differs, or belongs to an
-earlier transfer, names the tensor that is not what the sender meant.
+A record ends with a hash of each tensor and the number of the stage().  The sender hashes its casts before it copies
+them to its Window, and the receiver hashes the bytes in its own.  So a hash that differs, or a number of an earlier
+stage(), shows which tensor is not what the sender meant.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Records:
     """The layout of a record, the same on all ranks.
 
     Attributes:
-        nbytes: of a record.
+        nbytes: size of a record.
     """
 
     def __init__(self, kinds: Mapping[str, Kind]) -> None:
@@ -48,7 +48,7 @@ class Records:
         self.nbytes = -(-(at + _WORD * (len(self._pieces) + 1)) // _RECORD) * _RECORD
 
     def write(self, record: torch.Tensor, tensors: list[torch.Tensor], number: int) -> None:
-        """Write the parts of all tensors of an expert, and behind them their hashes."""
+        """Write the parts of all tensors of an expert, then their hashes and the number of the stage()."""
         hashes = []
         for piece, tensor in zip(self._pieces, tensors, strict=True):
             given = tensor.contiguous().view(-1).view(torch.uint8)
@@ -58,13 +58,13 @@ class Records:
         self._words(record).copy_(torch.cat([*hashes, stamp]))
 
     def hashes(self, record: torch.Tensor) -> torch.Tensor:
-        """Return the hashes of what a record holds, and those that it says."""
+        """Return the hashes of a record's tensors, and those stored in it: two rows, each ending with the number."""
         found = [_hash(record[piece.begin : piece.end]) for piece in self._pieces]
         words = self._words(record)
         return torch.stack([torch.cat([*found, words[-1:]]), words])
 
     def differs(self, hashes: list[list[int]], number: int) -> str | None:
-        """Return the name of the first tensor that is not what its sender hashed for this transfer; None: all are."""
+        """Return the name of the first tensor that is not what its sender hashed for this stage(); None: all are."""
         found, said = hashes
         for piece, mine, theirs in zip(self._pieces, found, said, strict=False):
             if mine != theirs or said[-1] != number:

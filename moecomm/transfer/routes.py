@@ -1,6 +1,6 @@
-"""Routes of a transfer: which rank casts which experts, which rank reads them there, and where they lie in a Window.
+"""Routes of a transfer: which rank casts which experts, which ranks read them, and where they lie in a Window.
 
-All ranks compute the same routes from both placements, so none of them asks another for an address.
+All ranks compute the same routes from both placements, so no rank asks another for an address.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from moecomm.errors import BadInput
 
 @dataclass
 class Route:
-    """What one rank does.
+    """The part of one rank.  All attributes are by expert.
 
     Attributes:
-        places: number of each expert's record in the memory of this rank: those that it receives, then those that it
-            only sends.
-        casts: experts that this rank writes, and its row of each.
-        reads: the rank from which each expert comes that this rank receives; this rank, if it has the expert.
-        slots: of this rank that an expert goes to, by expert.
+        places: number of the record in the memory of this rank: experts that it serves, then those that it only sends.
+        casts: row in this rank's tensors of each expert that it casts.
+        reads: rank that casts each expert that this rank serves: this rank, if it has the expert.
+        slots: slots of this rank that the expert goes to.
     """
 
     places: dict[int, int] = field(default_factory=dict)
@@ -33,8 +32,8 @@ class Route:
 def routes_of(source: Placement, target: Placement) -> list[Route]:
     """Return the route of each rank.
 
-    A rank that has an expert keeps it.  All others read an expert from one rank, which casts it for all of them: of the
-    ranks that have it, one that casts it for itself anyway, else the one with the fewest experts to send so far.
+    A rank that has an expert and serves it casts its own.  All others read an expert from one rank, which casts it for
+    all of them: a rank that casts it for itself anyway, else the one with the fewest experts to send so far.
 
     Raises:
         BadInput: `target` wants an expert that `source` has on no rank.

@@ -1,8 +1,8 @@
-"""WeightTransfer: stage() brings weights to the ranks that want them, commit() lets all of these ranks switch at once.
+"""WeightTransfer: stage() brings weights to the ranks that want them, commit() switches all of these ranks at once.
 
 Bytes go through a Window.  Ranks agree on each step as they agree on opening a Buffer: a step ends in success on all
-ranks, or in a named error on all.  A receiver has a second set of weights, in its memory of the Window; no step before
-the last one writes those in use.
+ranks, or in a named error on all.  A receiver has a second set of weights in its memory of the Window; only the last
+step writes those in use.
 """
 
 from __future__ import annotations
@@ -55,43 +55,43 @@ class WeightTransfer(Bound):
     """Move the weights of all experts from the ranks that train them to the ranks that serve them.
 
     One group holds both: some of its ranks have experts of `source`, some have slots of `target`, and a rank may have
-    both.  stage() casts the weights, copies them to every rank that wants them and verifies them there, while that rank
-    goes on with its old ones.  commit() then lets all receivers switch at one step:
+    both.  stage() casts the weights, copies them to every rank that wants them and verifies them there, and leaves the
+    weights in use alone.  commit() then switches all receivers (the ranks with slots of `target`) at one step:
 
         transfer = WeightTransfer(group, {"w13": (2 * I, H), "w2": (H, I)}, source=source, target=target, cast="fp8")
         transfer.stage({"w13": w13, "w2": w2})  # a trainer; a rank without experts of source: stage()
         transfer.commit({"w13": (data, scales), "w2": (data, scales)})  # a rank with slots of target, between two steps
 
-    Opening is collective, and so is stage().  commit() is one of the receivers; on other ranks it does nothing.  A call
-    that fails leaves the weights in use as they were on all ranks, and can be made again.
+    Opening is collective, and so is stage().  commit() is collective among receivers; on other ranks it does nothing.
+    A call that fails leaves the weights in use as they were on all ranks, and can be made again.
 
-    Ranks read from each other only experts that they do not have.  Each is cast once for all of these readers, by one
-    rank; a rank that keeps an expert casts its own.
+    Ranks read from each other only experts that they do not have.  One rank casts such an expert, once for all of its
+    readers.  A rank that has an expert in both placements casts its own.
 
     Args:
-        group: as of a moecomm.Buffer; ranks_over() makes one of separate jobs.
+        group: as for a moecomm.Buffer; ranks_over() makes one for ranks of separate jobs.
         shapes: of an expert's tensors, by name.
-        source: which rank has which experts: row s of its tensors is that of its slot s.  Of all ranks of the group;
-            those that train nothing have no experts.
-        target: likewise, of the ranks that serve.  An expert may be in several slots.
-        dtype: of the tensors of `source`, for all of them or by name.
-        cast: what travels and arrives.  None: the tensors as they are.  A dtype: rounded to it.  "fp8": e4m3 in blocks
-            of 128 x 128, as fused.quantize_weights.  "fp8_token" and "int8_token": a scale for each channel, as
-            fused.quantize_channels.  "int8_group", "mxfp8" and "mxfp4": rows of moecomm.formats.  "nvfp4": the same,
-            with a factor for each matrix, 1 / (2688 / amax).  For all tensors, or by name.
+        source: the experts of each rank that trains: row s of its tensors is the expert of its slot s.  Covers all
+            ranks of the group; those that train nothing have no experts.
+        target: likewise, the experts of each rank that serves.  An expert may be in several slots.
+        dtype: of the tensors of `source`, one for all of them or by name.
+        cast: the format that travels and arrives, one for all tensors or by name.  None: the tensors as they are.
+            A dtype: rounded to it.  "fp8": e4m3 in blocks of 128 x 128, as fused.quantize_weights.  "fp8_token" and
+            "int8_token": a scale for each channel, as fused.quantize_channels.  "int8_group", "mxfp8" and "mxfp4": as
+            moecomm.formats casts rows.  "nvfp4": likewise, with a factor for each matrix, 1 / (2688 / amax).
         backend, device: see Window.
         timeout_s: how long a call waits for a rank.
 
     Attributes:
         rank: this rank's number in the group.
         num_ranks: ranks of the group.
-        arrives: shapes and dtypes of an expert's tensors as they arrive, by name: of values, scales and factors.
+        arrives: shapes and dtypes of one expert's tensors as they arrive, by name: values, then scales, then a factor.
 
     Raises:
         BadInput: an argument that can't be used, here or on the rank that it names.
         Mismatch: ranks passed different values; names the field.
         Unsupported: GPUs of several domains, or CPU ranks of several hosts, which a Window does not connect.
-        Timeout, PeerLost, Aborted: a rank did not come, has ended, or was interrupted.  No rank has opened then.
+        Timeout, PeerLost, Aborted: a rank did not come, has ended, or was interrupted; then no rank has opened.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class WeightTransfer(Bound):
         self.arrives = {name: kind.parts for name, kind in self._kinds.items()}
         self._rows = _rows(source.held[ranks.rank]), _rows(target.held[ranks.rank])
         self._records = Records(self._kinds)
-        # Behind the records of a rank, each other rank says that it has closed.
+        # Behind the records of a rank, each other rank has a byte, which it sets when it closes.
         self._flags = self._records.nbytes * max(len(route.places) for route in self._routes)
         about: dict[str, Any] = {"backend": backend, "device": device, "timeout_s": timeout_s, "signals": 1}
         try:
@@ -145,20 +145,20 @@ class WeightTransfer(Bound):
         self._closing = self._closed = False
 
     def stage(self, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Bring the weights of all experts to the ranks that want them, beside those that these have.  Collective.
+        """Bring the weights of all experts to the ranks that want them, beside the weights in use.  Collective.
 
-        Returns when all ranks have theirs, verified; tensors may change then.  A call takes the place of one that has
-        not been committed, also if it fails.
+        Returns when all ranks have theirs, verified; `tensors` may change then.  A call discards what has not been
+        committed, even if it fails.
 
         Args:
-            tensors: of this rank's experts, by name, each `[slots of source, *shape]` or longer; None on a rank that
-                has none.
+            tensors: of this rank's experts, by name, each `[slots of source, *shape]` or longer; None on a rank without
+                experts of `source`.
 
         Raises:
             BadInput: tensors that do not fit, here or on another rank.
             CorruptWeights: a tensor is not what its sender has hashed.
-            Mismatch: receivers have made different numbers of commits, as an interrupt in one leaves them.
-            Timeout, PeerLost, Aborted: a rank did not come, has ended or closed its own, or was interrupted.
+            Mismatch: receivers have made different numbers of commits, because one was interrupted.
+            Timeout, PeerLost, Aborted: a rank did not come, has ended or closed its transfer, or was interrupted.
             ConcurrentCall: another thread is in a call.
             Closed: after close().
         """
@@ -179,20 +179,20 @@ class WeightTransfer(Bound):
     def commit(self, into: Into | None = None, *, also: Mapping[WeightTransfer, Into | None] | None = None) -> None:
         """Write the weights of the last stage() over those in use, on all receivers or on none.  Collective among them.
 
-        Each rank writes when all have come, so a call between two steps is the same step on all.  Captured graphs go on
-        with the same addresses.  GPUs: on the current stream; the call waits for it.
+        Each receiver writes when all have called, so all that call between the same two steps switch at one step.
+        Addresses stay, so captured graphs stay valid.  On GPUs, writes on the current stream, and waits for it.
 
         Args:
-            into: tensors of this rank's slots, by name: `[slots of target, *shape]` or longer.  Where cast to a format:
-                a tuple of values and scales, and of NVFP4 factors.  Empty slots stay as they are.  None on a rank
-                without slots.
-            also: other transfers of the same receivers, staged too, that are part of the decision: `into` of each, in
-                the same order on all receivers.
+            into: tensors of this rank's slots, by name: `[slots of target, *shape]` or longer.  With a cast to a
+                format, a tuple of values and scales, and for NVFP4 factors.  Empty slots stay as they are.  None on a
+                rank without slots.
+            also: other transfers of the same receivers, staged too, which switch at the same step: the `into` of each,
+                in the same order on all receivers.
 
         Raises:
             BadInput: tensors that do not fit, or nothing is staged, here or on another rank; `also` of other receivers.
             Mismatch: ranks have staged different weights.
-            Timeout, PeerLost, Aborted: as stage(), of receivers alone; ranks are numbered among receivers.
+            Timeout, PeerLost, Aborted: as stage(), for receivers alone; ranks are numbered among receivers.
             ConcurrentCall, Closed: as stage().
         """
         with ExitStack() as stack:
@@ -233,7 +233,8 @@ class WeightTransfer(Bound):
     def close(self) -> None:
         """Give the memory back, and end waits of other ranks for this one.  Local and idempotent.
 
-        A call of another thread is aborted and awaited; one that a signal handler has interrupted closes at its end.
+        Aborts a call of another thread, and waits for it.  In a signal handler that interrupts a call, that call closes
+        at its end.
         """
         if self._closed:
             return
@@ -245,7 +246,7 @@ class WeightTransfer(Bound):
 
     @property
     def staged(self) -> bool:
-        """True if commit() has weights to take, on a receiver."""
+        """True on a receiver that has weights for commit()."""
         return self._staged > 0
 
     @property
@@ -266,7 +267,7 @@ class WeightTransfer(Bound):
         return f"<moecomm.WeightTransfer {state}, rank {self.rank} of {self.num_ranks}, {', '.join(self._kinds)}>"
 
     def _part(self, ranks: Group, members: Sequence[int], prefix: str) -> Survivors:
-        """Return some ranks as a Group whose agreements are counted apart from all others."""
+        """Return some ranks as a Group that numbers its agreements separately."""
         number = list(members).index(ranks.rank)
         return Survivors(number, len(members), ranks.in_process, ranks.board, prefix, self._timeout_s)
 
@@ -290,7 +291,7 @@ class WeightTransfer(Bound):
         return opening(ranks, self._timeout_s, call, self._of, stopped, note=f"{call}()")
 
     def _stopped(self, call: str) -> RoundFailed | None:
-        """Return the error that ends waits of this rank."""
+        """Return the error that ends waits of this rank, if there is one."""
         members = self._members[call]
         mine = members.index(self.rank)
 
@@ -328,7 +329,7 @@ class WeightTransfer(Bound):
 
     def _bytes_of(self, rank: int) -> torch.Tensor:
         if rank not in self._memory:
-            with torch.inference_mode(False):  # else it could be written in that mode alone
+            with torch.inference_mode(False):  # else only that mode could write the tensor
                 self._memory[rank] = self._window.peer(rank)
         return self._memory[rank]
 
@@ -351,11 +352,11 @@ class WeightTransfer(Bound):
                 raise CorruptWeights(expert=expert, name=name, source=rank, destination=self.rank)
 
     def _switch(self, slots: Mapping[str, list[torch.Tensor]]) -> None:
-        """Write what is staged to the slots of this rank.  Can be repeated until it has ended."""
+        """Write the staged weights to the slots of this rank.  After an interrupt it can start again."""
         if not self._staged:
             return
         tensors = list(chain.from_iterable(slots.values()))
-        with torch.inference_mode():  # writes tensors of that mode, and others
+        with torch.inference_mode():  # can write tensors of that mode, and all others
             for expert, places in self._route.slots.items():
                 parts = self._records.parts(self._record(self.rank, expert))
                 for to, part in zip(tensors, parts, strict=True):
@@ -370,7 +371,7 @@ class WeightTransfer(Bound):
             torch.cuda.current_stream(self._window.device).synchronize()
 
     def _end(self) -> None:
-        """Tell the others, and let go of the memory."""
+        """Tell the other ranks, and free the memory."""
         if self._closed:
             return
         if not self._window.closed:
@@ -389,16 +390,16 @@ def _switch(parts: Sequence[tuple[WeightTransfer, object]], slots: Sequence[Mapp
 
 
 def ranks_over(store: Store, rank: int, ranks: int, *, timeout_s: float = 30.0) -> Group:
-    """Return the group of ranks that share a store of torch, such as a TCPStore.
+    """Return the group of ranks that share a torch store, such as a TCPStore.
 
-    The ranks may be of separate jobs, each with process groups of its own.  A store has one such group, or
-    torch.distributed.PrefixStore makes several of it.
+    The ranks may be of separate jobs, each with process groups of its own.  A store serves one such group;
+    torch.distributed.PrefixStore makes several stores of one.
 
     Args:
-        store: reached by all of them.
-        rank: this one, 0 to ranks - 1.
+        store: that all of these ranks can reach.
+        rank: this rank, 0 to ranks - 1.
         ranks: their number.
-        timeout_s: of exchanges over the store itself.
+        timeout_s: limit of exchanges over the store itself.
 
     Raises:
         BadInput: no store, or no such rank.
@@ -414,7 +415,7 @@ def ranks_over(store: Store, rank: int, ranks: int, *, timeout_s: float = 30.0) 
 
 
 def _rows(held: Sequence[int]) -> int:
-    """Return the rows that tensors of a rank have at least: up to its last slot with an expert."""
+    """Return the least rows of a rank's tensors: up to its last slot with an expert."""
     return max((slot + 1 for slot, expert in enumerate(held) if expert != NONE), default=0)
 
 

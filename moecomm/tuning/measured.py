@@ -1,6 +1,6 @@
-"""Forms of a call that are timed beside each other.  All ranks time them at once, and take the same one.
+"""Timing of several forms of a call.  All ranks time them together, and take the same one.
 
-Who measures says how ranks begin together, how the host waits, and how ranks exchange their times.
+The caller says how ranks begin together, how the host waits, and how ranks exchange their times.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from typing import Any
 import torch
 
 _REPETITIONS, _CALLS = 5, 3  # timed runs of each form, which alternate, and calls in a run
-_MARGIN = 1.02  # an earlier form is taken unless a later one is faster by more than the noise of a measurement
+_MARGIN = 1.02  # a later form must be faster than an earlier one by more than this noise
 NEVER = 1 << 62  # nanoseconds of a form that a rank can't run
 
 Call = Callable[[], Any]
 
 
 class Clock:
-    """Times on the current stream of a GPU.
+    """Clock of a GPU's current stream.
 
     Args:
         device: the GPU.
-        head_start: cycles of delay, which the host takes to enqueue a run.
+        head_start: cycles by which delay() delays the stream: long enough for the host to enqueue a run.
     """
 
     def __init__(self, device: torch.device, head_start: int = 1_000_000) -> None:
         self._device, self._head_start = device, head_start
 
     def delay(self) -> None:
-        """Delay the stream, so that the host enqueues what is timed before it begins."""
+        """Delay the stream, so that the host has enqueued a run before it begins on the device."""
         with torch.cuda.device(self._device):
             torch.cuda._sleep(self._head_start)  # type: ignore[no-untyped-call]
 
     def mark(self) -> torch.cuda.Event:
-        """Enqueue a mark."""
+        """Enqueue an event that marks this point of the stream."""
         found = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         found.record(torch.cuda.current_stream(self._device))
         return found
@@ -60,10 +60,10 @@ def time_forms(
 
     Args:
         clock: of the device.
-        forms: what makes the call, by form: the same forms in the same order on all ranks.
-        begin: lets ranks begin a run together; it gets the call.
-        wait: waits until the device has passed a mark, and raises the errors of calls.
-        refusals: a form that raises one of these in its first call is left out.
+        forms: the call in each form: the same forms in the same order on all ranks.
+        begin: gets the call, and makes ranks begin a run of it together.
+        wait: waits until the device has passed a mark, and raises errors of the calls before it.
+        refusals: a form whose first call raises one of these is left out.
     """
     ready: dict[str, Call] = {}
     for form, call in forms.items():  # compiles kernels, and connects to peers
@@ -88,7 +88,7 @@ def time_forms(
 
 
 def in_ns(forms: Sequence[str], us: Mapping[str, float]) -> list[int]:
-    """Return the times of a rank as whole nanoseconds, for others; NEVER: it can't run the form."""
+    """Return the times of a rank as whole nanoseconds, to send to others; NEVER: it can't run the form."""
     return [round(1e3 * us[form]) if form in us else NEVER for form in forms]
 
 
@@ -99,7 +99,7 @@ def fastest(forms: Sequence[str], by_rank: Sequence[Sequence[int]]) -> tuple[str
 
     Args:
         forms: in the order of the times.
-        by_rank: times of each rank, see in_ns(); there may be more numbers behind them.
+        by_rank: times of each rank, from in_ns(); more numbers may follow them.
     """
     slowest = dict(zip(forms, map(max, zip(*by_rank, strict=True)), strict=False))
     least = min(slowest.values())
@@ -108,5 +108,5 @@ def fastest(forms: Sequence[str], by_rank: Sequence[Sequence[int]]) -> tuple[str
 
 
 def rounded_up(rows: int) -> int:
-    """Return the number of rows for which calls of so many are measured: the next power of two, or 0."""
+    """Return the number of rows that stands for `rows` in measurements: the next power of two, or 0."""
     return 1 << (rows - 1).bit_length() if rows else 0

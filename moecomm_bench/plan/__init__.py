@@ -1,1 +1,1 @@
-"""`moecomm plan`: the ranks, slots, format and layout of a layer, by the predictions of `moecomm simulate`."""
+"""`moecomm plan`: choice of ranks, slots, format and layout of a layer, by the predictions of `moecomm simulate`."""

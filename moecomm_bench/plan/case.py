@@ -12,25 +12,25 @@ from moecomm.ranks.settings import MAX_FLAT_ROWS
 from moecomm_bench import replay
 from moecomm_bench.simulate.routing import DrawnGate
 
-FORMATS = ("bf16", "fp8")  # of weights, and of the rows of a dispatch: those that terms were fitted to
+FORMATS = ("bf16", "fp8")  # of weights and dispatched rows: those that the model was fitted to
 
 
 @dataclass(frozen=True)
 class PlannedCase:
-    """What to plan for; sizes are in the units of the command's options.
+    """Case to plan for; sizes are in the units of the command's options.
 
     Attributes:
-        model: its name; "" for sizes of no model.
+        model: its name; "" if the sizes are of no known model.
         hidden, intermediate: columns of a token and of an expert.
         gate: its experts and topk.
         memory_gib: of a GPU, for the weights of experts and the window.
         tokens: of a rank in a step.
-        target_us: most time of a layer; 0: the least time is wanted.
-        layers: whose weights a GPU holds.
+        target_us: longest time of a layer; 0: the least time is wanted.
+        layers: number of layers whose weights a GPU holds.
         ranks: numbers of GPUs to choose from.
         domain_ranks: most GPUs of a domain.
         formats, layouts: to choose from; of equally good ones the first is taken.
-        routing_file: of moecomm record; "": the gate chooses all experts equally often.
+        routing_file: recorded routing; "": the gate chooses all experts equally often.
     """
 
     model: str
@@ -69,7 +69,7 @@ class PlannedCase:
             replay.check(self.routing_file, self.gate.experts, self.gate.topk, self.model)
 
     def domains(self, ranks: int) -> tuple[int, int]:
-        """Return domains, and ranks of each."""
+        """Return the number of domains, and of ranks in each."""
         return (1, ranks) if ranks <= self.domain_ranks else (ranks // self.domain_ranks, self.domain_ranks)
 
 

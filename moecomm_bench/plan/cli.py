@@ -28,7 +28,7 @@ def plan(
         int, typer.Option(callback=whole(1), help="Tokens of a rank in a step: 128 in a decode, 4096 in a prefill.")
     ] = 128,
     us: Annotated[
-        float, typer.Option(callback=real(0), help="Most microseconds of a layer, on the fewest GPUs; 0: the least.")
+        float, typer.Option(callback=real(0), help="Target: most microseconds of a layer; 0: the least time.")
     ] = 0.0,
     model: Annotated[
         str, typer.Option(help="Model that sets sizes and gate (a name in moecomm.router.MODELS).")

@@ -28,10 +28,11 @@ class Room:
     """The window of a rank.
 
     Attributes:
-        nbytes: of the window.
-        capacity_factor, window_bytes: with which the Buffer opens; None: the default.
-        rows: places of a dispatch.
-        needed: expected rows of the busiest rank in the busiest layer; in `batched`, of its busiest slot in each slot.
+        nbytes: size of the window.
+        capacity_factor, window_bytes: arguments of the Buffer; None: the default.
+        rows: room of a dispatch, in rows.
+        needed: expected rows of the busiest rank in the busiest layer; in `batched`, those of the busiest slot times
+            the slots of a rank.
     """
 
     nbytes: int
@@ -44,7 +45,7 @@ class Room:
 def plan(case: PlannedCase, machine: Machine) -> dict[str, Any]:
     """Return {benchmark, prediction, case, inputs, rows, plan, lacks}.
 
-    A row is the best candidate of a number of GPUs; `plan` is the best of the rows, or None, and then `lacks` says what
+    A row is the best candidate for a number of GPUs. `plan` is the best of the rows; if it is None, `lacks` says what
     is missing. Raises BadInput.
     """
     case.check()
@@ -70,8 +71,8 @@ def plan(case: PlannedCase, machine: Machine) -> dict[str, Any]:
 def _best(case: PlannedCase, candidates: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the best candidate: one that fits and meets the target if there is one, else the one that lacks least.
 
-    With a target: the fewest GPUs, among these the least time. Without: the least time. Ties go to less memory, then to
-    the first.
+    With a target: the fewest GPUs, among these the least time. Without: the least time. Ties go to fewer GPUs, then to
+    less memory, then to the first.
     """
 
     def key(found: dict[str, Any]) -> tuple[Any, ...]:
@@ -86,7 +87,7 @@ def _best(case: PlannedCase, candidates: list[dict[str, Any]]) -> dict[str, Any]
 
 
 def _lacks(case: PlannedCase, rows: list[dict[str, Any]]) -> str:
-    """Return what no candidate has: memory, or time."""
+    """Return what all candidates lack: memory or time, and how much."""
     fitting = [found for found in rows if found["fits"]]
     if not fitting:
         least = min(rows, key=lambda found: found["memory_gib"])
@@ -113,7 +114,7 @@ def _candidates(case: PlannedCase, ranks: int, machine: Machine) -> Iterator[dic
 
 
 def _candidate(case: PlannedCase, ranks: int, slots: Slots, name: str, layout: str, machine: Machine) -> dict[str, Any]:
-    """Return a candidate as a row of the result has it; times are means over layers, in microseconds."""
+    """Return a candidate as a row of the result; times are means over layers, in microseconds."""
     asked = _simulated(case, ranks, name, layout)
     weight = expert_bytes(name, case.hidden, case.intermediate)
     more = {"slots": slots.of_rank, "expert_bytes": weight}
@@ -165,8 +166,8 @@ def _simulated(case: PlannedCase, ranks: int, name: str, layout: str) -> Simulat
 def window(case: PlannedCase, ranks: int, slots: Slots, layout: str) -> Room:
     """Return the window of a Buffer for one round, with room for the busiest rank's expected rows.
 
-    A Buffer has room for CAPACITY_FACTOR times the rows of even routing, or more. Where the busiest rank gets more than
-    even routing gives, the factor grows in proportion, unless the default has that room anyway.
+    By default a Buffer has room for CAPACITY_FACTOR times the rows of even routing, or more. If the busiest rank gets
+    more rows than that leaves room for, the factor grows in proportion.
     """
     domains, width = case.domains(ranks)
     sizes = ranks, case.hidden, case.gate.experts, case.gate.topk, case.tokens, torch.bfloat16, _BACKEND, None
@@ -179,7 +180,7 @@ def window(case: PlannedCase, ranks: int, slots: Slots, layout: str) -> Room:
         even = replace(settings, capacity_factor=1.0).capacity_rows(layout, rank=busiest)
         settings = replace(settings, capacity_factor=ceil(100 * CAPACITY_FACTOR * needed / even) / 100)
         rows = settings.capacity_rows(layout, rank=busiest)
-    if layout == "batched":  # of which a default window counts up to 2 GiB
+    if layout == "batched":  # a default window counts this layout only up to 2 GiB
         two_rounds = 2 * settings.round_bytes(layout, -(-rows // slots.of_rank))
         if two_rounds > settings.default_heap():
             settings = replace(settings, window_bytes=two_rounds)
@@ -188,7 +189,7 @@ def window(case: PlannedCase, ranks: int, slots: Slots, layout: str) -> Room:
 
 
 def _rows(layer: LayerRouting, layout: str, tokens: int, slots: int) -> float:
-    """Return the expected rows of the busiest rank, of so many tokens of all ranks."""
+    """Return the expected rows of the busiest rank, for `tokens` tokens of all ranks."""
     if layout == "batched":
         return tokens * layer.busiest_slot * slots
     return tokens * float((layer.spread.ranks if layout == "flat" else layer.spread.entries).max())

@@ -18,11 +18,11 @@ from moecomm_bench import replay
 from moecomm_bench.plan.case import PlannedCase
 from moecomm_bench.simulate.routing import Spread, counted_spread, spread
 
-EXTRA = (0, 1, 2, 4, 8)  # slots of a rank beyond its share of the experts
+EXTRA = (0, 1, 2, 4, 8)  # more slots of a rank than its share of the experts
 
 
 class LayerRouting(NamedTuple):
-    """The routing of one layer: over ranks, and the expected rows of a token in the busiest slot."""
+    """The routing of one layer: its spread over ranks, and a token's expected rows in the busiest slot."""
 
     spread: Spread
     busiest_slot: float
@@ -34,8 +34,8 @@ class Slots:
 
     Attributes:
         of_rank: most slots of a rank.
-        replicas: slots in all beyond one for each expert.
-        placement: of the first layer, by which a window is sized; None: neighboring experts, as in a Buffer without it.
+        replicas: slots of all ranks beyond one for each expert.
+        placement: of the first layer, which sizes the window; None: neighboring experts, as without a placement.
         layers: the routing of each layer.
     """
 
@@ -46,11 +46,11 @@ class Slots:
 
 
 def ways(case: PlannedCase, ranks: int) -> Iterator[Slots]:
-    """Yield the ways to hold the experts on so many ranks, the simplest first.
+    """Yield the ways to hold the experts on `ranks` ranks, the simplest first.
 
-    Without a recording all experts are equally likely, so that replicas would gain nothing: there is one way. With one,
-    experts are also placed by load, without and with replicas. The first half of a layer's tokens makes the placement,
-    and the second half is what every way is judged by.
+    Without a recording all experts are equally likely, so replicas would gain nothing: there is one way. With a
+    recording, experts are also placed by load, without and with replicas. The first half of a layer's tokens makes the
+    placement, and the second half judges every way.
     """
     domains, width = case.domains(ranks)
     experts = case.gate.experts
@@ -90,7 +90,7 @@ def _by_layer(recorded: Recorded) -> list[torch.Tensor]:
 
 
 def _halves(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tokens that make a placement, and those that judge it: the same ones where a half chooses nothing."""
+    """Return the tokens that make a placement, and those that judge it: all for both if a half chooses no expert."""
     halves = ids[: len(ids) // 2], ids[len(ids) // 2 :]
     return halves if all(bool((half >= 0).any()) for half in halves) else (ids, ids)
 

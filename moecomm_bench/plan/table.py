@@ -1,4 +1,4 @@
-"""The table of a plan, the line that says what to take, and what its predictions are worth."""
+"""The table of a plan, the line that says what to take, and notes on how far to trust it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _taken(row: dict[str, Any]) -> str:
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    """Return what the predictions are worth: errors that are known, and what was never measured."""
+    """Return notes on how far to trust the predictions: known errors, and what was never measured."""
     rows, inputs, case = result["rows"], result["inputs"], result["case"]
     fitted = inputs["fitted_ranks"]
     found = [

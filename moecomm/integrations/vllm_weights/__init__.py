@@ -1,6 +1,6 @@
-"""Weights from a trainer to vLLM (checked against 0.33), as both sides of its weight transfer: docs/vllm.md.
+"""Both sides of vLLM's weight transfer over moecomm (checked against vLLM 0.33); see docs/vllm.md.
 
-vLLM's factories take engines by name, so nothing is replaced.
+vLLM's factories take engines by name, so nothing of vLLM is replaced.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ log = logging.getLogger("moecomm")
 def register() -> None:
     """Add the engines of workers and trainers to vLLM's factories, under the name "moecomm".
 
-    vLLM calls it as a plugin, in every process; a trainer calls it itself.  Idempotent.
+    vLLM calls this as a plugin, in every process; a trainer calls it itself.  Idempotent.
     """
     try:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory

@@ -1,6 +1,6 @@
 """Engines of vLLM's weight transfer over moecomm.transfer: MoecommWorker in the engine, MoecommTrainer in the trainer.
 
-Both open the same transfers, from one description of the layout, which rank 0 of the trainer sends to the workers.
+Both open the same transfers, by one description of the layout, which rank 0 of the trainer sends to the workers.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from moecomm.transfer import WeightTransfer, ranks_over
 
 @dataclass(kw_only=True)
 class _Layout:
-    """What trainers and workers describe alike, in words of JSON.
+    """Layout of a transfer, the same for trainers and workers, in types of JSON.
 
     Attributes:
-        master_address, master_port: where rank 0 of the trainers has a store.
-        source: for each trainer the experts of its rows.
+        master_address, master_port: of the store, which rank 0 of the trainers opens.
+        source: for each trainer, the experts of the rows of its tensors.
         target: for each worker, in the order of global worker ranks, the experts of its slots, -1 for none.
         shapes: of one expert's tensors, by name.
-        parameters: names of a worker's parameters, by the same names: of the values, then of scales.
-        dtype: of the trainer's tensors, as torch names it; of all or by name.
+        parameters: a worker's parameters for each of these names: values, then scales, then factors.
+        dtype: name in torch of the dtype of the trainer's tensors; one for all of them, or by name.
         cast: see moecomm.transfer.WeightTransfer; a dtype by its name in torch.
         dense: shapes of tensors that every trainer and every worker has whole, by the name of the parameter.
-        dense_dtype: of these.
+        dense_dtype: of the dense tensors.
         timeout_s: how long a rank waits for the others.
     """
 
@@ -60,15 +60,15 @@ class _Layout:
 
 @dataclass(kw_only=True)
 class InitInfo(_Layout, WeightTransferInitInfo):  # type: ignore[misc]
-    """Layout of a transfer, as a worker gets it."""
+    """Layout of a transfer, as a worker gets it from the trainer."""
 
 
 @dataclass(kw_only=True)
 class TrainerInfo(_Layout, TrainerInitInfo):  # type: ignore[misc]
-    """The same for a trainer, with its `rank` among trainers.
+    """Layout of a transfer, as a trainer passes it, with its `rank` among trainers.
 
     Attributes:
-        device: of its tensors; None: see moecomm.Window.
+        device: of the trainer's tensors; None: see moecomm.Window.
     """
 
     backend: ClassVar[str] = NAME
@@ -77,15 +77,15 @@ class TrainerInfo(_Layout, TrainerInitInfo):  # type: ignore[misc]
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Nothing: what moves is settled when the transfer opens."""
+    """Empty description of an update: opening the transfer settles what moves."""
 
 
 class _Transfers:
-    """The transfer of experts, and that of dense weights if there are any, which switch together.
+    """The transfer of experts and, if there are dense weights, that of these.  Both switch together.
 
     Args:
         layout: of the transfer.
-        rank: this one, workers behind trainers.
+        rank: this rank in the group: trainers first, then workers.
         device: of its tensors.
     """
 
@@ -105,7 +105,7 @@ class _Transfers:
             raise BadInput("target", "a worker without experts", "one expert or more on each, beside dense weights")
         self.dense: WeightTransfer | None = None
         held = [*layout.source, *layout.target][rank]
-        self.has_experts = any(expert >= 0 for expert in held)  # of this rank's side
+        self.has_experts = any(expert >= 0 for expert in held)  # as a trainer or as a worker
         self.experts = WeightTransfer(
             group,
             layout.shapes,
@@ -121,7 +121,7 @@ class _Transfers:
             self.dense = WeightTransfer(group, layout.dense, source=whole[0], target=whole[1], dtype=kind, **about)
 
     def stage(self, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Stage both; `tensors`: of a trainer, by name, among others."""
+        """Stage both.  `tensors`: a trainer's, by name; other names are skipped."""
         self.experts.stage(None if tensors is None or not self.has_experts else _some(tensors, self.experts))
         if self.dense is not None:
             dense = None if tensors is None else _some(tensors, self.dense)
@@ -135,7 +135,7 @@ class _Transfers:
 
 
 class MoecommWorker(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
-    """A worker of vLLM: update_weights() stages, finish_weight_update() lets all workers switch at one step.
+    """A worker of vLLM: update_weights() stages, finish_weight_update() switches all workers at one step.
 
     Parameters keep their addresses.  An update that fails, or is not finished, leaves them as they are.
     """
@@ -157,7 +157,7 @@ class MoecommWorker(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore
         """Do nothing: weights in use stay until the end of the update."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Stage; there is nothing of the device to wait for."""
+        """Stage.  There is no work on the device to wait for."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
@@ -186,7 +186,7 @@ class MoecommWorker(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """Refuse what older versions of vLLM call: a trainer makes a MoecommTrainer.  Raises BadInput."""
+        """Raise BadInput: older versions of vLLM call this; here a trainer makes a MoecommTrainer."""
         raise BadInput("trainer_send_weights", "a call without an engine", "MoecommTrainer.trainer_init(...)")
 
     def _opened(self) -> _Transfers:
@@ -195,20 +195,20 @@ class MoecommWorker(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore
         return self._transfers
 
     def _parameter(self, name: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
-        """Return a parameter; of experts with the shape that arrives, where vLLM has a dimension of 1 more."""
+        """Return a parameter, viewed with `shape` for each expert: vLLM may have a further dimension of 1."""
         found: torch.Tensor = self.model.get_parameter(name).detach()
         return found if shape is None or found.shape[1:] == shape else found.view(len(found), *shape)
 
 
 class MoecommTrainer(TrainerWeightTransferEngine[TrainerInfo]):  # type: ignore[misc]
-    """A rank of the trainer.  Its source yields its pieces, by the names of the layout, in `iter_local()`."""
+    """A rank of the trainer.  `source.iter_local()` yields its tensors, by the names of the layout."""
 
     init_info_cls = TrainerInfo
     _transfers: _Transfers
 
     @classmethod
     def trainer_init(cls, init_info: TrainerInfo, *, client: Any, source: Any = None) -> MoecommTrainer:
-        """Open the transfer; rank 0 lets the workers open theirs at the same time."""
+        """Open the transfer.  Rank 0 makes the workers open theirs at the same time."""
         if source is None:
             raise BadInput("source", "None", "a WeightSource with iter_local()")
         found = cls(client=client, source=source, is_sender=init_info.is_sender, rank=init_info.rank)
@@ -222,7 +222,7 @@ class MoecommTrainer(TrainerWeightTransferEngine[TrainerInfo]):  # type: ignore[
         return found
 
     def send_weights(self) -> None:
-        """Stage on all ranks, then let all workers switch."""
+        """Stage on all ranks, then switch all workers."""
         if self.is_sender:
             self.client.start_weight_update()
         tensors = dict(self.source.iter_local())
@@ -235,7 +235,7 @@ class MoecommTrainer(TrainerWeightTransferEngine[TrainerInfo]):  # type: ignore[
         self._transfers.close()
 
     def _beside(self, of_workers: Callable[[], object], own: Callable[[], object]) -> None:
-        """Run a call of the workers, if this rank sends, and one of this rank, which meet."""
+        """Run this rank's call and, if it is rank 0, the workers' call that meets it at the same time."""
         if not self.is_sender:
             own()
             return
