@@ -13,8 +13,10 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import lru_cache
 from multiprocessing import get_context
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -22,7 +24,7 @@ from moecomm import _native
 from moecomm.backends.lsa_kernels import combine_spec
 from moecomm.base import formats
 from moecomm.buffer import Buffer
-from moecomm.gpu import jit
+from moecomm.gpu import jit, quantize_rows
 from moecomm.router import MODELS
 from moecomm.testing.prepare import prepare_combine, prepare_dispatch
 from tests.device.test_kernels_of_gpu_tests import on_a_gpu
@@ -57,13 +59,24 @@ def of_rounds(
     ids, weights = torch.full((tokens, buffer.topk), -1), torch.zeros(tokens, buffer.topk)
     x = torch.zeros(tokens, buffer.hidden, dtype=torch.bfloat16)
     for layout, payload in itertools.product(LAYOUTS, payloads):
-        routed = prepare_dispatch(buffer, x, ids, weights, layout=layout, max_rows=64, **payload)
+        with mock.patch.object(quantize_rows, "cast", _cast):
+            routed = prepare_dispatch(buffer, x, ids, weights, layout=layout, max_rows=64, **payload)
         yield on_a_gpu(routed.args, layout)
         if payload:
             continue
         ys = torch.empty(routed.handle.y_shape, dtype=torch.bfloat16), buffer.empty(routed.handle)
         for y, wire in itertools.product(ys, WIRES):
             yield combined(prepare_combine(buffer, y, routed.handle, wire=wire).args)
+
+
+def _cast(x: torch.Tensor, name: str, **how: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return _cast_zeros(x.shape, x.dtype, name, tuple(how.items()))
+
+
+@lru_cache(maxsize=16)
+def _cast_zeros(shape: torch.Size, dtype: torch.dtype, name: str, how: tuple[tuple[str, Any], ...]) -> Any:
+    """Kernels do not depend on values of rows, and casts of them take most of the time."""
+    return formats.quantize(torch.zeros(shape, dtype=dtype), name, **dict(how))
 
 
 def compile_all(found: Collection[jit.KernelSpec]) -> None:
