@@ -409,7 +409,7 @@ def _differing(got: torch.Tensor, want: torch.Tensor) -> str:
 
 
 def _load(load: torch.Tensor, layers: int | None, experts: int | None) -> torch.Tensor:
-    """Return the load as float64 [L, E] on the CPU; None: any number.  Raises BadInput."""
+    """Return the load as float64 [L, E] on the CPU.  `layers`, `experts`: None for any number.  Raises BadInput."""
     check_dense("load", load)
     shaped = load.expand(layers, -1) if layers is not None and load.ndim == 1 else load
     wanted = [size if size is not None else fill for size, fill in ((layers, "L"), (experts, "E"))]

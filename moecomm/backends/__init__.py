@@ -76,7 +76,11 @@ def open_session(
 def open_peers(
     name: str, why: str, ranks: Rendezvous, nbytes: int, device: torch.device | None, timeout_s: float
 ) -> tuple[Peers, str]:
-    """Open memory of `nbytes` on every rank, without the rest of a session.  Collective; else as open_session()."""
+    """Open `nbytes` of memory on every rank, without kernels; return it and the reason for the backend.  Collective.
+
+    Raises:
+        As open_session().
+    """
     return _open(name, why, ranks, lambda backend: backend.open_peers(ranks, nbytes, device, timeout_s))
 
 

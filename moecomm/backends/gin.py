@@ -104,7 +104,7 @@ class GinWindow:
         self._communicator, self._device = communicator, device
 
     def close(self) -> None:
-        """Drop the peers' memory and ends the communicator.
+        """Drop the peers' memory and end the communicator.
 
         It waits for no other rank.
         """

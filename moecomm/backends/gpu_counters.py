@@ -19,7 +19,7 @@ def nbytes(layout: _native.WindowLayout) -> int:
 
 
 class GpuCounters:
-    """Reads the counters of a session; see moecomm.ranks.session.Session.
+    """Reader of the counters of a session; see moecomm.ranks.session.Session.
 
     Args:
         peers: memory of the ranks.

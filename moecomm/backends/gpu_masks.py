@@ -18,7 +18,7 @@ _WORDS = CONTROL + 128  # offset in the control memory, behind what peeks and le
 
 
 class GpuMasks:
-    """Masks ranks of a session; see moecomm.ranks.session.Maskable.
+    """Masks of the ranks of a session; see moecomm.ranks.session.Maskable.
 
     Nothing runs in the windows: calls follow a failed round, whose kernels have ended or end, or a synchronized one.
 

@@ -22,7 +22,7 @@ _ABORT = 64
 
 
 class Extent(NamedTuple):
-    """Layout (moecomm.backends.reach) of memory of which nothing is released, and that no link signals."""
+    """Layout (moecomm.backends.reach) of memory without signals, no part of which is released."""
 
     bytes: int
     signals: int
@@ -30,7 +30,7 @@ class Extent(NamedTuple):
 
     @property
     def counters(self) -> int:
-        """There are neither signals nor counters."""
+        """Offset of the counters, of which there are none; nor are there signals."""
         return self.signals
 
 
@@ -102,7 +102,7 @@ class GpuPeers:
         return sum(place.gpu == self.places[self.rank].gpu for place in self.places)
 
     def owner(self, rank: int) -> object:
-        """Return what keeps the memory of a rank.  Memory of peers is mapped while it or this object is there."""
+        """Return the object that keeps the memory of a rank.  It or this object keeps memory of peers mapped."""
         return self._owner if rank == self.rank else self._mapping
 
     def abort(self, cause: int, culprit: int) -> None:
@@ -121,7 +121,7 @@ class GpuPeers:
         return self.reach.losses() | ({} if self.presence is None else self.presence.dead_peers())
 
     def ignore(self, rank: int, ignored: bool) -> None:
-        """From now on, do not end waits when a rank is lost, or end them again."""
+        """Stop ending waits when this rank is lost; False: end them again."""
         self.reach.ignore(rank, ignored)
         if self.presence is not None:
             self.presence.ignore(rank, ignored)

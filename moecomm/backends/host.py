@@ -279,7 +279,7 @@ class HostSession:
             self._close()
 
     def _close(self) -> None:
-        """Every step can be repeated, because Ctrl-C may come in between."""
+        """Close in steps that can be repeated, because Ctrl-C may come in between."""
         if self._window is not None:
             leave_exit_error(self.pages)
             if not self._announced and not failures.round_failed(self.context):

@@ -59,7 +59,7 @@ class HostPeers:
         _native.set_abort(self.abort_host, cause, culprit)
 
     def ignore(self, rank: int, ignored: bool) -> None:
-        """From now on, do not end waits when the process of a rank ends, or end them again."""
+        """Stop ending waits when the process of this rank ends; False: end them again."""
         if self._presence is not None:
             self._presence.ignore(rank, ignored)
 

@@ -301,7 +301,7 @@ class LsaSession:
         self.with_device(between_rounds.set_placement, words, self._window.address + self.context.window.placement)
 
     def read_counters(self) -> bytes | None:
-        """Read the counters, but in no capture of this thread, which must not see the copy."""
+        """Read the counters; None while this thread captures a graph, into which the copy would go."""
         return None if self._window is None or self.capturing() else self._counters.read()
 
     def relax_captures(self) -> None:

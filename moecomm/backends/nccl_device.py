@@ -80,10 +80,10 @@ def properties(communicator: Any) -> Properties:
 
 
 class DeviceCommunicator:
-    """One with GIN connections to all ranks.  Collective to make, local to close.
+    """Device communicator of NCCL with GIN connections to all ranks.  Collective to make, local to close.
 
     Attributes:
-        data: its bytes, which kernels want in memory that their GPU reads.
+        data: bytes of the communicator; kernels read a copy in memory of their GPU.
     """
 
     def __init__(self, communicator: Any, version: tuple[int, ...], *, signals: int, contexts: int) -> None:

@@ -18,7 +18,7 @@ def has_rdma() -> bool:
 
 
 def _state(port: Path) -> str:
-    """Such as "ACTIVE" of "4: ACTIVE"."""
+    """Return the state of a port: "ACTIVE" of "4: ACTIVE"."""
     return _read(port / "state").rpartition(": ")[2]
 
 

@@ -61,9 +61,9 @@ _grown = 0  # bytes that were taken at a time: the heap does not shrink
 
 
 def start(ranks: Rendezvous, device: torch.device) -> None:
-    """Collective: initialises NVSHMEM, by a unique id, or joins the one that is.  missing() must be empty everywhere.
+    """Initialise NVSHMEM by a unique id, or use it if it is initialised.  Collective.  missing() must be empty.
 
-    What it is told by environment variables unless the user has said otherwise: no NVLink multicast, no transport to
+    Environment variables tell NVSHMEM, unless the user has set them: no NVLink multicast, no transport to
     other hosts where there is no RDMA NIC, and puts from kernels where there is one.
 
     Raises:
@@ -112,7 +112,7 @@ def scaleup_ranks() -> int:
 
 
 def take(ranks: Rendezvous, nbytes: int, device: torch.device) -> Block:
-    """Collective, after start(): gives back what all ranks have given up, then takes a block.
+    """Free the blocks that all ranks have given up, then take a block.  Collective, after start().
 
     Raises:
         NoRoom: out of device memory on some rank.

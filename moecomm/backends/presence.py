@@ -50,7 +50,7 @@ class Presence:
         return dict.fromkeys(self._watcher.dead(), "its process has ended")
 
     def ignore(self, rank: int, ignored: bool) -> None:
-        """From now on, do not end waits when the process of a rank ends, or end them again."""
+        """Stop ending waits when the process of this rank ends; False: end them again."""
         self._watcher.ignore(rank, ignored)
 
     def leave(self, linger_s: float = 0) -> None:

@@ -35,7 +35,7 @@ class Layout(Protocol):
 
 
 class Reach:
-    """Made collectively, before there is a window, and kept by its session.  This one is that of lsa: loads and stores.
+    """Ways of a session's kernels to their peers.  Made collectively, ahead of the window.  This class: lsa.
 
     Attributes:
         backend: its name.
@@ -86,7 +86,7 @@ class Reach:
         """End the waits of a session when the library reports a peer as lost; 0: stop that."""
 
     def ignore(self, rank: int, ignored: bool) -> None:
-        """Do not end waits when the library reports this peer as lost, or end them again."""
+        """Stop ending waits when the library reports this peer as lost; False: end them again."""
 
     def losses(self) -> dict[int, str]:
         """Return the peers that the library has reported as lost, and why; this rank's number: a local failure."""

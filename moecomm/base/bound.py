@@ -15,7 +15,7 @@ from moecomm.errors import Unsupported
 
 
 class Bound:
-    """Base of such objects, which are neither copied nor pickled.
+    """Base of objects that belong to one process, and are neither copied nor pickled.
 
     Attributes:
         _instead: what to save or to copy in their place.
@@ -42,9 +42,9 @@ _opened: WeakTable[int, _Opened] = WeakTable()  # by id
 
 
 def closer(owner: _Opened, session: _Closable) -> weakref.finalize[..., Any]:
-    """A finalizer that closes the session: when run() calls it, when `owner` is gone, or when its process ends.
+    """Return a finalizer that closes the session: in run(), when `owner` is collected, or when the process ends.
 
-    After a fork the child calls `owner.disown()`.  An interrupt may end `session.close()`, which then comes again.
+    After a fork the child calls `owner.disown()`.  `session.close()` must be repeatable, as an interrupt may end it.
     """
     _opened.add(id(owner), owner)
     return weakref.finalize(owner, _close_where_opened, os.getpid(), session)
@@ -59,7 +59,7 @@ def run(closing: weakref.finalize[..., Any]) -> None:
 
 
 def _close_where_opened(process: int, session: _Closable) -> None:
-    """Close, but not in the child of a fork that Python has not seen: peers would take its parent for gone."""
+    """Close, except in a forked child that Python has not seen: peers would take its parent for gone."""
     if os.getpid() == process:
         session.close()
 

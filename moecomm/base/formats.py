@@ -68,7 +68,7 @@ _WARP_COLUMNS = 32  # of 4 bits are 16 bytes, the unit of rows that travel
 
 
 class Format(NamedTuple):
-    """How the values of a row are stored, and which of them share a scale.
+    """Storage of the values of a row, and the groups of values that share a scale.
 
     Attributes:
         values: dtype of the tensor of values.  uint8 with 4 bits: two values a byte, the even column in the low half.
@@ -101,7 +101,7 @@ class Format(NamedTuple):
         return self.value_columns(hidden) * self.values.itemsize
 
     def scale_bytes(self, hidden: int) -> int:
-        """Return the bytes of its scales, as complete words: the form in which they travel beside rows of bytes."""
+        """Return the bytes of a row's scales, rounded up to 4-byte words, as they travel beside rows of bytes."""
         size = self.scale_columns(hidden) * self.scales.itemsize if self.scales is not None else 0
         return -(-size // 4) * 4
 
@@ -314,7 +314,7 @@ def _one(value: float | torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _canonical(values: torch.Tensor) -> torch.Tensor:
-    """Return them with one NaN for all."""
+    """Return the values with all NaNs replaced by one."""
     return values.masked_fill(values.isnan(), torch.nan)
 
 

@@ -320,7 +320,7 @@ def table(
 
 
 def with_slots(placement: Placement, slots: int) -> Placement:
-    """Return it with so many slots a rank.  Raises BadInput for fewer."""
+    """Return the placement with so many slots a rank.  Raises BadInput for too few."""
     how: dict[str, Any] = {"num_experts": placement.num_experts, "choice": placement.choice}
     return Placement(placement.held, slots=slots, **how)
 
@@ -340,7 +340,7 @@ def successor(argument: str, before: Placement, given: Any) -> Placement:
 
 
 def of_ranks(placement: Placement, ranks: Sequence[int]) -> Placement:
-    """Return what these ranks hold.  Experts that no other rank holds may be left without a slot."""
+    """Return the placement of these ranks alone.  Experts that only other ranks hold lose their slots."""
     return unchecked(placement, [placement.held[rank] for rank in ranks], placement.choice)
 
 

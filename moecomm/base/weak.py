@@ -16,7 +16,7 @@ _Object = TypeVar("_Object")
 
 
 class WeakTable(Generic[_Key, _Object]):
-    """Objects by key, which it does not keep.  Threads may share it."""
+    """Table of objects by key, with weak references to the objects.  Threads may share it."""
 
     def __init__(self) -> None:
         self._there: dict[_Key, weakref.ref[_Object]] = {}

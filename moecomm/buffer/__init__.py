@@ -430,7 +430,7 @@ class Buffer(Bound):
 
     @property
     def placement(self) -> Placement | None:
-        """Where experts are, if the Buffer was opened with a placement."""
+        """The placement of experts; None if the Buffer was opened without one."""
         return self.rounds.placement
 
     @property

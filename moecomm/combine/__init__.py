@@ -238,7 +238,7 @@ def _start_checked(
     weight_grads: Any,
     topk_weights: Any,
 ) -> Combining:
-    """The first combine of its kind or with so many tokens, or one whose arguments have to be converted."""
+    """Prepare a combine for which there is no plan yet, or whose arguments have to be converted."""
     given = check(rounds, request.options, handle, y, out, bias, weight_grads, topk_weights)
     if request.options.unsummed:
         given.y = _where_peers_read(rounds, given.y)

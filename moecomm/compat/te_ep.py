@@ -75,14 +75,14 @@ class _Settings(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Rows that have arrived; of MXFP8 as bytes, with their scales."""
+    """Rows that have arrived; MXFP8 rows as bytes, with their scales."""
 
     x: torch.Tensor
     scales: torch.Tensor | None
 
     @classmethod
     def of(cls, x: torch.Tensor, scales: torch.Tensor | None, handle: Handle, zeros: bool) -> _Rows:
-        """Take them from a dispatch.  `zeros`: write them to padding."""
+        """Take the rows of a dispatch.  `zeros`: zero the padding."""
         rows = cls(x, None) if scales is None else cls(x.view(torch.uint8), scales.view(torch.uint8))
         for tensor in rows if zeros else ():
             if tensor is not None:
@@ -90,7 +90,7 @@ class _Rows(NamedTuple):
         return rows
 
     def of_length(self, length: int, given: torch.Tensor | None = None) -> _Rows:
-        """Return so many, with zeros behind them: in a tensor of the caller, values and then scales, if it is given."""
+        """Return rows padded with zeros to `length`; in the caller's tensor, values and then scales, if it is given."""
         if self.scales is None:
             return _Rows(_of_length(self.x, length, given), None)
         if given is None:
@@ -103,7 +103,7 @@ class _Rows(NamedTuple):
         return _Rows(*parts)
 
     def given(self, counts: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-        """Return them as callers have them; of MXFP8 for tensors of this dtype, grouped by int64 `[E/R]` counts."""
+        """Return rows as callers take them; MXFP8 rows as a tensor of `dtype`, grouped by int64 `[E/R]` counts."""
         return self.x if self.scales is None else _grouped(self.x, self.scales, counts, dtype)
 
 
@@ -391,7 +391,7 @@ class _Combine(torch.autograd.Function):
 
 
 def _combined(handle: Handle, rows: torch.Tensor, sms: int, **tensors: Any) -> Any:
-    """A rank's rows of a token are added in float32 and rounded before they travel."""
+    """Combine: add up a token's rows on each rank in float32, and round the sums before they travel."""
     with CollectiveCall(handle.rounds):
         options = combining.Options(False, rows.dtype, limit_of(rows, sms))
         return combining.combine(handle.rounds, combining.Request(options), rows.contiguous(), handle, **tensors)
@@ -429,7 +429,7 @@ def _grouped(
 
 
 def _of_length(rows: torch.Tensor, length: int, given: torch.Tensor | None = None) -> torch.Tensor:
-    """With zeros behind them, if there are fewer; in a tensor of the caller, if it is given."""
+    """Return rows padded with zeros to `length`; in the caller's tensor, if it is given."""
     missing = length - len(rows)
     if given is None:
         return rows if missing <= 0 else torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))])

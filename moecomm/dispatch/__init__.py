@@ -433,7 +433,7 @@ def _start_checked(
     handle: Handle | None,
     global_scale: float | torch.Tensor | None,
 ) -> Routed:
-    """The first dispatch of its kind or with so many tokens, or one whose arguments have to be converted."""
+    """Start a dispatch for which there is no plan yet, or whose arguments have to be converted."""
     given = check(
         rounds, key.request.options._replace(layout=key.layout), x, topk_idx, topk_weights, scales, max_rows, handle
     )

@@ -165,7 +165,7 @@ def repeat(
 
 
 class Placed(NamedTuple):
-    """Where rows that arrived in several rounds belong in one output."""
+    """Places, in one output, of rows that arrived in several rounds."""
 
     places: list[torch.Tensor]  # int64 [n] of each round
     shape: tuple[int, ...]  # of the output, without its columns

@@ -40,12 +40,12 @@ class Part(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Return its bytes in a row."""
+        """Return the bytes of this part in a row."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def end(self) -> int:
-        """Return the place behind it."""
+        """Return the offset of the byte behind this part."""
         return self.begin + self.nbytes
 
     def read(self, rows: torch.Tensor) -> torch.Tensor:
@@ -55,7 +55,7 @@ class Part(NamedTuple):
 
 
 class Payload(NamedTuple):
-    """How the rows that arrive, and the bytes beside them, are read."""
+    """Layout of a row of bytes that arrives: its values, its scales and the extras beside them."""
 
     x: Part
     scales: Part | None
@@ -186,7 +186,7 @@ def _casts_on_the_way(rounds: Rounds, name: str) -> bool:
 def _left_to_cast(
     rounds: Rounds, options: Options, x: torch.Tensor, scales: torch.Tensor | None, global_scale: Any
 ) -> Packed:
-    """Do pack() for rows that the executor casts."""
+    """Pack rows that the executor casts; see pack()."""
     given = _checked_scale(rounds, options, x, scales, global_scale)
     scale = _on_host(given) if isinstance(given, float) else given
     x = x.detach()

@@ -26,7 +26,7 @@ _DESCRIPTOR_WARPS, _DESCRIPTOR_COUNTERS = 16, 64 * 1024
 
 
 def _tables(spec: KernelSpec) -> int:
-    """A bound of the shared memory of the arguments, of several words a column, and of what each rank sends."""
+    """Upper bound, in bytes, of shared memory for arguments, per-expert tables and one header per rank."""
     words = 4 * (spec.experts + spec.ranks) + most_experts(spec.experts, spec.ranks)
     if spec.placed and not spec.balanced:
         words += 4 + spec.named_experts + spec.experts + 1  # placement_words
@@ -35,7 +35,7 @@ def _tables(spec: KernelSpec) -> int:
 
 
 def choice_shared_bytes(ranks: int, slots: int, experts: int, *, replicates: bool) -> int:
-    """A bound of the shared memory of the kernel that chooses slots: ChooseShared and, with copies, CopyShared.
+    """Upper bound, in bytes, of the slot choice's shared memory: ChooseShared and, with copies, CopyShared.
 
     `experts`: Shape.named_experts.
     """
@@ -45,19 +45,19 @@ def choice_shared_bytes(ranks: int, slots: int, experts: int, *, replicates: boo
 
 
 def _before_sources(spec: KernelSpec) -> int:
-    """Shared memory for the rows of earlier sources, by source and expert here."""
+    """Bytes of shared memory for the rows of earlier sources, by source and local expert."""
     return 4 * spec.ranks * most_experts(spec.experts, spec.ranks)
 
 
 def _put_ring(spec: KernelSpec) -> int:
-    """Shared memory of a warp that puts: Ring of a transport."""
+    """Bytes of shared memory of a warp that puts: the Ring of its transport."""
     if spec.transport == "gin_proxy":
         return 128
     return align(4 * (3712 + 8) + 4, 128) if spec.transport in ("puts", "nic") else 0
 
 
 def _descriptor_fields(spec: KernelSpec) -> dict[str, int]:
-    """A block that makes row descriptors: all warps count and store, with counters of their own where there is room."""
+    """Fields of a block that makes row descriptors: all warps count and store, with own counters where they fit."""
     columns = 4 * (spec.experts + spec.ranks)
     count_warps = max(1, min(_DESCRIPTOR_WARPS, _DESCRIPTOR_COUNTERS // columns))
     beside = count_warps * columns

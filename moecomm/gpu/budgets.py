@@ -39,7 +39,7 @@ class Rule(NamedTuple):
 class Counted(NamedTuple):
     """Attributes:
     rows: what each rank is sent, int32 `[R, columns]`: the number of entries of each expert, then the budget.
-    to: the number of the rank for which each row is, int64 `[R, 1]`.
+    to: the rank to which each row of `rows` goes, int64 `[R, 1]`.
     parts: int32 `[experts, segments]`: the same by segment of the routing, for the kernel behind kept(); else None.
     """
 

@@ -81,7 +81,7 @@ def uuid(device: int) -> bytes:
 
 
 def unreachable(device: int, uuids: list[bytes]) -> str:
-    """The first GPU of `uuids` that `device` can't reach by load and store, as a sentence; those not visible pass."""
+    """Name the first GPU of `uuids` that `device` can't load from and store to; empty: none.  Skips invisible GPUs."""
     visible = {uuid(other): other for other in range(torch.cuda.device_count())}
     for rank, wanted in enumerate(uuids):
         other = visible.get(wanted, device)

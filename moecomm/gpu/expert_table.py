@@ -11,7 +11,7 @@ KERNEL = row_pass.kernel("look_up_experts")  # for ids of both types
 
 
 def looked_up(ids: torch.Tensor, table: torch.Tensor, absent: torch.Tensor) -> torch.Tensor:
-    """Return what each id means, in the shape of `ids`.  Ids that the table does not have stay.
+    """Return the expert of each id, in the shape of `ids`.  Ids outside of the table stay.
 
     Args:
         ids: int64 or int32.

@@ -1,4 +1,4 @@
-"""From a source to a loaded kernel: compiled by NVRTC through cuda.core or read from the cache, then loaded.
+"""Kernels loaded from source: compiled by NVRTC through cuda.core, or read from the cache, then loaded.
 
 moecomm.gpu.jit and moecomm.gpu.plain_kernel write the sources.  CUDA packages are imported on first use.
 """

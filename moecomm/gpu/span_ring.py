@@ -50,7 +50,7 @@ class SpanRing:
         return bytes((ctypes.c_uint64 * 2)(*words)) + bytes((ctypes.c_uint32 * 2)(len(self._records) - 1, 0))
 
     def watch(self, record: int, write: Write) -> bool:
-        """Hand records of the rank with this failure record to `write`.  False: another rank's look the same."""
+        """Hand records of the rank with this failure record to `write`.  False: those of another rank look the same."""
         with self._lock:
             return self._owners.setdefault(owner_of(record), write) is write
 

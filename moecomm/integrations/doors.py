@@ -1,4 +1,4 @@
-"""How moecomm comes into engines that are installed here: through a door of theirs, or in the place of names.
+"""Entry of moecomm into installed engines: through a door of the engine, or by replacing its names.
 
 An engine's plugin group calls moecomm.  What follows is a door where the engine has a registry that carries all that
 moecomm needs.  docs/maintainers/decisions.md says what the registries of vLLM and SGLang lack.

@@ -55,7 +55,7 @@ class MaskedRanks(ABC):
         return self.active() != (self._known or [1] * buffer.num_ranks)
 
     def follow(self, wanted: list[int]) -> None:
-        """Let these ranks take part, if that changes anything that the caller knows of, or a call has failed.
+        """Let these ranks take part, if the mask differs from the last known one or a call has failed.
 
         A mask that stays costs no look at the device.
         """

@@ -79,7 +79,7 @@ class ExpertParallel(EPImplementation):  # type: ignore[misc]
         return self._whole(ops.combine(y, routed.handle), tokens)
 
     def _experts(self, x: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
-        """Rows of the experts, and zeros behind them: those have no id that all kinds of experts would leave out."""
+        """Apply the experts to their rows; return zeros behind them, as not all kinds of experts skip rows."""
         counts = tokens_per_expert.long()
         rows = int(counts.sum())
         # Without rows, the experts run on one of zeros, so that their parameters have gradients on every rank.
@@ -90,7 +90,7 @@ class ExpertParallel(EPImplementation):  # type: ignore[misc]
         return torch.nn.functional.pad(y[:rows], (0, 0, 0, len(x) - rows))
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Our slice of what the ranks of tensor parallelism share; its backward pass gathers the slices."""
+        """Return this rank's slice of a tensor that tensor-parallel ranks share; the backward pass gathers slices."""
         if self.tp_mesh.size() == 1:
             return tensor.contiguous()
         from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -99,7 +99,7 @@ class ExpertParallel(EPImplementation):  # type: ignore[misc]
         return shared.redistribute(self.tp_mesh, [Shard(0)]).to_local().contiguous()
 
     def _whole(self, rows: torch.Tensor, tokens: int) -> torch.Tensor:
-        """The results of all slices."""
+        """Gather the results of all slices."""
         if self.tp_mesh.size() == 1:
             return rows
         from torch.distributed.tensor import DTensor, Shard

@@ -107,7 +107,7 @@ class Masking(Meeting):
         self._where = ""  # ranks that did not come to be taken in
 
     def hold(self) -> Decision:
-        """Agree, and go on.
+        """Agree on the ranks that take part, and go on with them.
 
         Raises:
             Excluded: the others have decided to go on without this rank.

@@ -184,9 +184,9 @@ class Meeting:
         return kind(text, rank=self._rounds.rank, peer=-1, phase="agreement", op=self._op, round=0)
 
     def _next(self) -> Decision | None:
-        """Come to the next agreement; see _decided().  If nothing is decided there, this rank's next call comes again.
+        """Join the next agreement; see _decided().  Without a decision, this rank's next call joins the same one again.
 
-        So ranks that gave up, and those that made other calls meanwhile, meet at the next call.
+        So ranks that gave up, and ranks that made other calls meanwhile, meet at the next call.
         """
         rounds = self._rounds
         rounds.attempts += 2
@@ -235,15 +235,15 @@ class Meeting:
         return stands
 
     def _coming(self) -> Coming:
-        """Return what this rank tells the others."""
+        """Return the message of this rank to the others."""
         return Coming(self._call, 0, 0, sorted(self._suspects - {self._rounds.rank}), [], [])
 
     def _leaves(self, waited_s: float) -> bool:
-        """Return whether this rank waits for another agreement.  One that takes part does not."""
+        """Return whether this rank gives up this agreement for the next one.  Participants never do."""
         return False
 
     def _proposal(self, said: Mapping[int, Coming], waited_s: float) -> Decision | Disagreement | None:
-        """Return what the ranks that have come so far amount to; None: wait for more."""
+        """Return the decision that the ranks that have come so far allow; None: wait for more."""
         gone = self._gone()
         there = sorted(said.keys() - gone - self._rounds.masked)
         for rank in there:
@@ -277,9 +277,9 @@ class Meeting:
         return (left | session.dead_peers().keys()) - {self._rounds.rank}
 
     def _in_rounds(self) -> set[int]:
-        """Return the ranks that wait for this one in a round, which they give up by their deadline, and come then.
+        """Return the ranks that are in a round and wait for this rank.  They join the agreement after their deadline.
 
-        None do so any more where a round has failed here.
+        Empty if a round has failed here: then no rank waits for this one.
         """
         with suppress(RuntimeError):  # the device does not answer
             if self._failure is None:

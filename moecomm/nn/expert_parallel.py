@@ -176,7 +176,7 @@ class ExpertParallel(torch.nn.Module):
     def open(self) -> Buffer:
         """Return the layer's Buffer.  Opens the default Buffer, collectively, if it is not open.
 
-        Call it before the first call of a compiled layer, and after Buffer.shrink(): a graph can do neither.
+        Call it before the first call of a compiled layer, and after Buffer.shrink(): a graph cannot do so.
 
         Raises:
             As Buffer.

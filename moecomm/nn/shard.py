@@ -75,7 +75,7 @@ class ExpertShard:
         return {"experts": [self.experts.start, self.experts.stop], "num_experts": self.num_experts}
 
     def unpack(self, name: str, value: torch.Tensor, extra: Any = None) -> torch.Tensor:
-        """Return this rank's weight `[E/R, ...]` of a state; a view if the state has other experts, too.
+        """Return this rank's part `[E/R, ...]` of a weight in a state; a view if the state has other experts, too.
 
         Args:
             name: of the weight, for errors.

@@ -55,7 +55,7 @@ def watch(experts: torch.nn.Module, shard: ExpertShard) -> None:
 
 
 class _Average(NamedTuple):
-    """Gradient hook of experts: divides by the number of ranks, as DistributedDataParallel does for other parameters.
+    """Gradient hook of experts that divides by the number of ranks, as DistributedDataParallel does elsewhere.
 
     The gradient of an expert is a sum over the tokens of all ranks.
     """

@@ -175,7 +175,7 @@ def sources(handle: NativeHandle) -> torch.Tensor:
 
 
 def tokens_sent(handle: Handle, ranks: int) -> torch.Tensor:
-    """Return the tokens that each source rank passed to a dispatch, int32 [R], a view."""
+    """Return the number of tokens that each source rank passed to a dispatch: int32 [R], a view."""
     restored = restore(handle.memory, handle.buffer, handle.layout, handle.max_rows, handle.num_tokens)
     return _view(restored, restored.args.route.sent, (ranks, 2))[:, 0]
 

@@ -63,7 +63,7 @@ class Executors(Protocol):
         ...
 
     def choose(self, sizes: Sizes, fused: bool | None, gather: bool, given: tuple[Any, ...]) -> tuple[Run, bool]:
-        """Return what runs a call of these arguments, and whether calls like it need not be chosen for again."""
+        """Return the function that runs a call, and whether later calls of the same kind may reuse it."""
         ...
 
 
@@ -114,7 +114,7 @@ class GpuExecutors:
         return self._choices.made
 
     def choose(self, sizes: Sizes, fused: bool | None, gather: bool, given: tuple[Any, ...]) -> tuple[Run, bool]:
-        """Return what runs a call, after comparing it with those of the other ranks if it is the first such.
+        """Return the function that runs a call.  Compares the first call of each kind with those of the other ranks.
 
         With `fused=None` the forms of the call are measured, unless they have been, or a graph is captured.
 

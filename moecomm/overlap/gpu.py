@@ -96,7 +96,7 @@ class GpuExecutor(Operators):
         self.staging = range(staging, staging + 2 * self.staging_bytes)
 
     def plan(self, call: Sizes, gather: bool = False) -> Callable[..., Any]:
-        """Return what makes a call.
+        """Return the function that makes a call of these sizes.
 
         Raises:
             BadInput: no room in the workspace.

@@ -62,7 +62,7 @@ class Operators:
     num_ranks: int
 
     def plan(self, call: Sizes, gather: bool = False) -> Callable[..., Any]:
-        """Return what runs calls of these sizes, one at a time.  Its arguments and result are those of the operator.
+        """Return the function for calls of these sizes, one at a time; it takes and returns what the operator does.
 
         `gather`: of all_gather_matmul.
         """

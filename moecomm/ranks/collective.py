@@ -163,7 +163,7 @@ def open_windows(ranks: Rendezvous, nbytes: int, timeout_s: float) -> tuple[_nat
 
 
 def _find_windows(ranks: Rendezvous, mine: _native.HostWindow, addresses: Sequence[int]) -> list[MappedWindow]:
-    """Threads share addresses: a mapping for each pair of 256 ranks would be more than a process may have."""
+    """Find the windows of ranks that are threads.  They share mappings: one a pair would be too many for 256 ranks."""
     found: list[MappedWindow] = []
     with all_or_none(ranks):  # nobody closes its window before all have found it
         for address in addresses:

@@ -31,7 +31,7 @@ class Group(Rendezvous, Protocol):
         ...
 
     def global_ranks(self) -> list[int]:
-        """Return its ranks in the default group, by rank; empty where they are not known."""
+        """Return the ranks of this group in the default group, by rank; empty if they are not known."""
         ...
 
 

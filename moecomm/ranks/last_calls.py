@@ -135,7 +135,7 @@ def _read(make: Callable[[], Board], ranks: Sequence[int], recent_s: float) -> d
 
 
 def _shown(found: dict[int, str]) -> str:
-    """Return what ranks are in as the end of a text."""
+    """Return the calls that ranks are in, as the end of a text."""
     there = [f"rank {rank} {what}" for rank, what in sorted(found.items())]
     more = [f"and {len(there) - _SHOWN} others are elsewhere, too"] if len(there) > _SHOWN else []
     return "".join(f"; {one}" for one in [*there[:_SHOWN], *more])

@@ -277,7 +277,7 @@ class Opening:
         return list(map(f"{self._attempt}/{step}/".__add__, map(str, range(self.ranks))))
 
     def _exchange(self, step: str, mine: bytes) -> list[bytes]:
-        """Look for data first and for failures second: a rank with all data goes on, as ranks ahead of it did."""
+        """Exchange the data of a step.  Looks for data before failures: a rank with all data goes on, as others did."""
         board = self._board
         assert board is not None
         keys, outcome = self._keys(step), f"{self._attempt}/outcome"

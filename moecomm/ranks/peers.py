@@ -13,7 +13,7 @@ from moecomm.ranks.pages import Pages
 
 
 class Peers(Protocol):
-    """As many bytes on every rank, zeroed.  Made collectively; close() is local and idempotent."""
+    """Zeroed memory of the same size on every rank.  Made collectively; close() is local and idempotent."""
 
     name: str  # of the backend, with the kind of window where there are several: "host", "lsa/vmm"
     device: torch.device

@@ -149,7 +149,7 @@ class Session(Maskable, Protocol):
         ...
 
     def relax_captures(self) -> None:
-        """Let this thread read counters while another one captures a graph."""
+        """Let this thread read counters while another thread captures a graph."""
         ...
 
     def with_device(self, enqueue: Callable[..., None], *args: object) -> None:

@@ -160,7 +160,7 @@ class Settings:
     )
 
     def placed(self, placement: Any) -> Settings:
-        """Return it with a placement or None.  Rounds know its slots as experts.  Raises BadInput."""
+        """Return the settings with this placement, or None.  Rounds see slots as experts.  Raises BadInput."""
         given = checked(placement)
         if given is None:
             return self
@@ -330,7 +330,7 @@ class Settings:
 
     @cached_property
     def held_by_all(self) -> int:
-        """Their sum, at least 1."""
+        """The number of experts of all ranks, at least 1."""
         return max(1, sum(self.held))
 
     @cached_property

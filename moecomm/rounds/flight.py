@@ -170,7 +170,7 @@ class FlightRecorder(_native.CallRing):
         return Failure(type(error).__name__, shown(error), record, self.steps, time.time_ns())
 
     def announce(self, error: Exception) -> None:
-        """Ask for a file, where somebody writes one."""
+        """Ask for a file, if a writer of flight records runs."""
         if self.on_failure is not None and not self.closed:
             self.on_failure(type(error).__name__)
 

@@ -22,7 +22,7 @@ def give(rounds: Rounds) -> str:
 
 
 def find(name: str) -> Rounds:
-    """The rounds of the Buffer of that name.
+    """Return the rounds of the Buffer of that name.
 
     Raises:
         Closed: the Buffer has been closed, or is gone.
@@ -44,10 +44,10 @@ def opened() -> list[Rounds]:
 
 
 def ranks() -> list[Ranks]:
-    """Return the ranks of each of them."""
+    """Return the ranks of each open Buffer of this process."""
     return [rounds.ranks for rounds in opened()]
 
 
 def get(name: str) -> Rounds | None:
-    """The rounds of that name, of an open or a closed Buffer, if they are there."""
+    """Return the rounds of the Buffer of that name, open or closed; None if it is gone."""
     return _named.get(name)

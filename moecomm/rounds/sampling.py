@@ -10,9 +10,9 @@ _SPREAD = 0x9E3779B9  # 2^32 over the golden ratio
 
 
 class Sampling:
-    """Chooses one of each `every` rounds of an operation, the same on every rank, because all count the same rounds.
+    """Choice of one of each `every` rounds of an operation, the same on every rank, as all count the same rounds.
 
-    Its place among them changes, so that a model of some number of layers has rounds of all layers verified.
+    Its place among the rounds changes, so that a model of some number of layers has rounds of all layers verified.
 
     Attributes:
         tables: hashes of the rows that combines of CPU ranks move; None on GPUs.

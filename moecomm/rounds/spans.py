@@ -102,7 +102,7 @@ class Spans:
 
 @contextmanager
 def span(spans: Spans | None, name: str) -> Iterator[None]:
-    """Put a span around the block, if there is somebody who wants it."""
+    """Put a span around the block, if a sink or profiler wants it."""
     if spans is None:
         yield
         return

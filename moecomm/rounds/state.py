@@ -88,7 +88,7 @@ class RoundState:
             self.count_rejected(error, note or "")
 
     def admit(self) -> None:
-        """Map memory that peers have taken, if there is such, for rounds from now on."""
+        """Map memory that peers have taken since, if any, for later rounds."""
         if self.offers is None or not self._open or self.released or self.offers.value == self._admitted:
             return
         if not self.session.capturing():

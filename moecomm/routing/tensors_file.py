@@ -101,7 +101,7 @@ def refuse(path: Path, why: str) -> NoReturn:
 
 
 class _Tensor(NamedTuple):
-    """Where a tensor lies behind the header, and what it is."""
+    """Place of a tensor behind the header, and its name, dtype and shape."""
 
     begin: int
     end: int

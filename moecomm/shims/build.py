@@ -41,13 +41,13 @@ _VERSIONS = {
 
 
 class CannotBuild(Exception):
-    """Why a shim is not built, as moecomm.shims says it after a colon."""
+    """Reason why a shim is not built, as moecomm.shims says it after a colon."""
 
 
 def build(into: Path, sources: Path, homes: Mapping[str, str]) -> dict[str, str]:
-    """Each shim into `into`, with a built.json about them all; returns why those that are not there are not.
+    """Build each shim into `into`, with a built.json about all; return the reasons of those that were not built.
 
-    `sources` is csrc.  `homes`: where CUDA, NCCL and NVSHMEM are installed; those that are not said are looked for.
+    `sources` is csrc.  `homes`: where CUDA, NCCL and NVSHMEM are installed; those not named are searched for.
     """
     into.mkdir(parents=True, exist_ok=True)
     told: dict[str, dict[str, object]] = {}

@@ -161,7 +161,7 @@ class Wanted:
         )
 
     def _max_rows(self) -> list[int] | None:
-        """Return those of the case; of batched rows without, what ranks make room for: nothing where no expert is."""
+        """Return max_rows of the case; for batched rows without any, the rows per expert that ranks make room for."""
         settings = self.buffer.rounds.settings
         if self.case.layout != "batched" or self.case.max_rows is not None:
             return self.case.max_rows

@@ -149,7 +149,7 @@ class LocalBuffers:
 
     @contextmanager
     def _call(self) -> Iterator[None]:
-        """Forget what the last call has raised already: it has left its error on the other ranks, too."""
+        """Clear the error of the last call, which has left it on the other ranks, too."""
         if self._raised:
             for buffer in self.buffers:
                 buffer.rounds.failure()

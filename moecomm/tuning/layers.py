@@ -1,4 +1,4 @@
-"""Which layers `Buffer.moe` runs fused by default: those that were measured, and sizes from which on others do."""
+"""Choice of the layers that `Buffer.moe` runs fused by default: by measurements, and by bounds on sizes."""
 
 from __future__ import annotations
 
@@ -67,17 +67,17 @@ class Bounds:
 
 
 class Kind(NamedTuple):
-    """All by which layers are told apart that are measured at their first call; the same on all ranks.
+    """Key of a layer that is measured at its first call, the same on all ranks.
 
     Attributes:
-        version: of moecomm, whose kernels were measured.
-        backend: of the Buffer.
-        dtype: of the rows.
-        weights: their dtype, and how they are scaled where that is no matter of the dtype.
+        version: version of moecomm.
+        backend: backend of the Buffer.
+        dtype: dtype of the rows.
+        weights: dtype of the weights, and their kind of scales if the dtype does not settle it.
         ranks: number of ranks.
-        experts: slots of all ranks that hold one.
+        experts: number of slots, of all ranks, that hold an expert.
         topk, hidden, intermediate: sizes.
-        tokens: of a rank, rounded up: those of a full Buffer, or where there is one rank, those of the call.
+        tokens: tokens of a rank, rounded up: `max_tokens` of the Buffer, or, on one rank, the tokens of the call.
     """
 
     version: str

@@ -49,7 +49,7 @@ class Copies(NamedTuple):
 
     @property
     def _table(self) -> int:
-        """Address of the window's table of copies."""
+        """Address of the table of copies in the window."""
         context = self.rounds.session.context
         return int(context.peers[self.rounds.rank]) + _native.copied_at(context.window, context.shape)
 

@@ -353,15 +353,15 @@ class Window(Bound):
         self.close()
 
     def _call(self, rounds: int = 0) -> _native.Call:
-        """Return the context of a call, which raises at its begin what makes it impossible.
+        """Return the context of a call.  Entering it raises the error of a call that is impossible.
 
-        `rounds`: for which peers wait.  The call adds them to `turn.made`; what ends it before, but for an error of
-        moecomm, ends the waits of all ranks.
+        `rounds`: number of rounds in which peers wait for this rank.  A complete call adds them to `turn.made`.  An
+        exception that is no error of moecomm ends the waits of all ranks.
         """
         return _native.Call(self, rounds)
 
     def _barriers(self) -> _native.Call:
-        """Return the context of a call with barriers, which is a round.  Raises at its begin as barrier()."""
+        """Return the context of a call with barriers, which is a round.  Entering it raises as barrier()."""
         return _native.Call(self, 1, None, True)
 
     def _while_open(self) -> _native.Call:

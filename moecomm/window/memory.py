@@ -22,7 +22,7 @@ _MADE_BY = "memory of torch.distributed._symmetric_memory.empty()"
 
 
 class UserMemory(Protocol):
-    """As many bytes on every rank."""
+    """Memory of the same size on every rank."""
 
     name: str  # of the backend, with the kind of memory where there are several: "host", "lsa/vmm", "lsa/torch"
     addresses: list[int]  # by rank, of its memory as this rank reaches it; 0: it does not

@@ -34,7 +34,7 @@ def show(result: dict[str, Any], out: Console) -> None:
         table.add_row(mark, gpus, f"{row['slots']}{replicas}", row["format"], row["layout"], *times, at_worst, *memory)
     show_table(table, out)
     if chosen is None:
-        out.print(f"[red]No plan.[/] What lacks is {result['lacks']}.", highlight=False)
+        out.print(f"[red]No plan.[/] Not enough {result['lacks']}.", highlight=False)
     else:
         out.print(_taken(chosen), highlight=False)
     for note in notes(result):

@@ -35,7 +35,7 @@ class Window(Protocol):
         ...
 
     def close(self) -> None:
-        """Local, idempotent: drops the peers' memory.  Our own goes with the last reference to `owner`.
+        """Drop the peers' memory.  Local, idempotent.  Our own goes with the last reference to `owner`.
 
         No kernel of ours may be running.
         """
@@ -193,7 +193,7 @@ def _with_addresses(more: int, open_one: Callable[..., Window]) -> Window:
 
 
 def nccl_missing(peers: list[Peer]) -> str:
-    """Why NCCL can't make a communicator of these ranks, or its windows, as a sentence; empty if it can."""
+    """Say why NCCL can't make a communicator of these ranks, or its windows; empty if it can."""
     for rank, peer in enumerate(peers):
         first = next(other for other in range(rank + 1) if peers[other].gpu == peer.gpu)
         if first != rank:

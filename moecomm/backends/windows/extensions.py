@@ -138,7 +138,7 @@ class Extensions:
                 socket.send_fds(peer, [offer], [descriptor])
 
     def _map_offers(self) -> None:
-        """Map what peers have sent.  What can't be mapped is not, and its rank goes on without it."""
+        """Map what peers have sent.  A rank whose memory can't be mapped goes on without that memory."""
         while True:
             try:
                 connection, _ = self._socket.accept()

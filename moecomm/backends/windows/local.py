@@ -70,7 +70,7 @@ class LocalWindow:
 
 
 def open_window(ranks: Rendezvous, nbytes: int, device: torch.device, *, resident: int, more: int = 0) -> LocalWindow:
-    """Collective, among threads.  `more`: addresses behind the memory, for extensions.
+    """Open a window.  Collective among threads.  `more`: addresses behind the memory, for extensions.
 
     Raises:
         NoRoom: out of device memory on some rank.

@@ -86,7 +86,7 @@ class NcclWindow:
 
 
 def end(communicator: Any) -> None:
-    """Deregister its windows and frees it.
+    """End a communicator, and deregister its windows.
 
     ncclCommDestroy may wait for the other ranks of the host; ncclCommAbort does not, and cuts nothing short here.
     """
@@ -95,7 +95,7 @@ def end(communicator: Any) -> None:
 
 
 def connect(ranks: Rendezvous) -> Any:
-    """Collective: a communicator of these ranks.  missing() must be empty on every rank.
+    """Make a communicator of these ranks.  Collective.  missing() must be empty on every rank.
 
     Raises:
         Unsupported: NCCL of some rank refuses; nothing is left behind.
@@ -114,7 +114,7 @@ def connect(ranks: Rendezvous) -> Any:
 
 
 def register(ranks: Rendezvous, communicator: Any, nbytes: int, device: torch.device) -> tuple[Memory, Any]:
-    """Collective: memory, a symmetric window of the communicator, and nccl4py's handle of that.
+    """Allocate memory and register it as a symmetric window; return it and nccl4py's handle.  Collective.
 
     Raises:
         NoRoom: out of device memory on some rank.
@@ -136,7 +136,7 @@ def register(ranks: Rendezvous, communicator: Any, nbytes: int, device: torch.de
 
 
 def open_window(ranks: Rendezvous, nbytes: int, device: torch.device) -> NcclWindow:
-    """Collective.  missing() must be empty on every rank.
+    """Open a window of NCCL.  Collective.  missing() must be empty on every rank.
 
     Raises:
         NoRoom: out of device memory on some rank.

@@ -91,7 +91,7 @@ class Mapping:
 
 
 def _give_back(address: Any, nbytes: int, mapped: dict[int, int], device: int) -> None:
-    """Statuses are not looked at: there is nothing left to do about a failure."""
+    """Unmap memory and free its addresses.  Ignores statuses: there is nothing left to do about a failure."""
     with suppress(RuntimeError):  # work that still reads the memory may have been enqueued; a broken context has none
         torch.cuda.synchronize(device)
     for begin, size in mapped.items():
@@ -229,7 +229,7 @@ def open_window(
     fabric: bool,
     more: int = 0,
 ) -> VmmWindow:
-    """Collective.  Handles travel as file descriptors, on one host, or as FABRIC handles, which need an IMEX channel.
+    """Open a window.  Collective.  Handles travel as file descriptors on one host, or as FABRIC handles, by IMEX.
 
     `more`: addresses behind the memory, for extensions; between hosts there are none.
 

@@ -103,10 +103,10 @@ __all__ = [
 
 
 def get_physical_domain_size(group: object) -> tuple[int, int]:
-    """RDMA ranks, 1, and NVLink ranks, all, of a group or a buffer of deep_ep 2."""
+    """Return the numbers of RDMA ranks (1) and NVLink ranks (all) of a group or a buffer of deep_ep 2."""
     return comm.get_physical_domain_size(group)
 
 
 def get_logical_domain_size(group: object, allow_hybrid_mode: bool = True) -> tuple[int, int]:
-    """Scale-out ranks, 1, and scale-up ranks, all, of a group or a buffer of deep_ep 2."""
+    """Return the numbers of scale-out ranks (1) and scale-up ranks (all) of a group or a buffer of deep_ep 2."""
     return comm.get_logical_domain_size(group)

@@ -97,7 +97,7 @@ class Presence:
 
 
 class _ProcessGroup:
-    """A process group as one of its other ranks has it."""
+    """Process group in the view of another of its ranks."""
 
     def __init__(self, group: Any, rank: int) -> None:
         self._group, self._rank = group, rank

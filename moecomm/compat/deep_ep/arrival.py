@@ -25,7 +25,7 @@ _FIRST_WAIT = PEER_COUNTERS - len(WAITS)
 
 
 class WaitCost:
-    """Adds to a caller's tensor what rounds wait for each peer.  On the current stream; a graph can capture it.
+    """Wait times of rounds for each peer, added to a caller's tensor on the current stream; a graph can capture it.
 
     Args:
         name: of the argument.
@@ -58,7 +58,7 @@ def _waited(rounds: Rounds, phase: Literal["dispatch", "combine"]) -> torch.Tens
 
 
 class Arrival:
-    """Receives the rows of a dispatch, once: when it is called, or before the next dispatch begins if that comes first.
+    """Receive of the rows of a dispatch, once: when called, or ahead of the next dispatch if that begins earlier.
 
     Called after that, which may be on another stream, it makes the current stream wait for the rows.
 

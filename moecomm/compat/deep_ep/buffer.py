@@ -120,7 +120,7 @@ class Buffer(LowLatency):
     def get_local_buffer_tensor(
         self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
     ) -> torch.Tensor:
-        """Without `size`: an empty tensor, so that code which zeroes the buffer to reset it runs: nothing needs it."""
+        """Return an empty tensor, for code that zeroes the buffer to reset it.  Raises Unsupported for a `size`."""
         refuse("deep_ep", size=size, offset=offset)
         if not isinstance(dtype, torch.dtype):
             raise BadInput("dtype", repr(dtype), "a dtype")

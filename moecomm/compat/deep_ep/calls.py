@@ -113,10 +113,10 @@ class Calls(CallCount):
                 self._fail(begun=False)
 
     def count_failure(self, marks: Marks, error: BaseException | None) -> None:
-        """See CallCount.
+        """Count a failed call: CallCount.count_failure().
 
         Raises:
-            Mismatch: in the place of an error of a rank that waited for one that makes another call; names both.
+            Mismatch: instead of RoundFailed, if a neighbour makes another call; names both calls.
         """
         super().count_failure(marks, error)
         if isinstance(error, RoundFailed) and self._difference() is not None:

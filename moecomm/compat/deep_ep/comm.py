@@ -73,12 +73,12 @@ def get_comm_stream(buffer: Any) -> torch.cuda.Stream:
 
 
 def get_physical_domain_size(group_or_buffer: Any) -> tuple[int, int]:
-    """RDMA ranks, 1, and NVLink ranks, all."""
+    """Return the numbers of RDMA ranks (1) and of NVLink ranks (all)."""
     return 1, _ranks(group_or_buffer)
 
 
 def get_logical_domain_size(group_or_buffer: Any, allow_hybrid_mode: bool | None = None) -> tuple[int, int]:
-    """Scale-out ranks, 1, and scale-up ranks, all."""
+    """Return the numbers of scale-out ranks (1) and of scale-up ranks (all)."""
     return 1, _ranks(group_or_buffer)
 
 

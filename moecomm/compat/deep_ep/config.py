@@ -36,7 +36,7 @@ class Config:
         self.num_max_rdma_chunked_recv_tokens = num_max_rdma_chunked_recv_tokens
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """About what deep_ep's queues would take, for callers that compare sizes; moecomm sizes its windows itself."""
+        """Estimate the bytes of deep_ep's queues, for callers that compare sizes; moecomm sizes its windows itself."""
         check_integer("hidden_bytes", hidden_bytes, 0)
         check_integer("num_ranks", num_ranks, 1)
         slots = self.num_sms // 2 * min(num_ranks, _NVL_PEERS) * self.num_max_nvl_chunked_recv_tokens

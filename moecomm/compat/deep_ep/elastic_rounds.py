@@ -135,11 +135,11 @@ class ElasticRounds(BufferBase):
         return EventHandle()
 
     def get_physical_domain_size(self) -> tuple[int, int]:
-        """RDMA ranks, 1, and NVLink ranks, all."""
+        """Return the numbers of RDMA ranks (1) and of NVLink ranks (all)."""
         return 1, self.num_ranks
 
     def get_logical_domain_size(self) -> tuple[int, int]:
-        """Scale-out ranks, 1, and scale-up ranks, all."""
+        """Return the numbers of scale-out ranks (1) and of scale-up ranks (all)."""
         return 1, self.num_ranks
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:

@@ -132,11 +132,11 @@ class EPHandle:
 
     @cached_property
     def recv_topk_idx(self) -> torch.Tensor:
-        """Without do_expand: `[rows, K]`: local experts, -1 elsewhere."""
+        """`[rows, K]`, without do_expand: local experts, -1 elsewhere."""
         return kept(self.native, "topk_idx")
 
     def _came(self) -> torch.Tensor:
-        """With do_expand: bool `[R, num_max_tokens_per_rank]`: whether a token has a row here."""
+        """Return bool `[R, num_max_tokens_per_rank]`, with do_expand: whether a token has a row here."""
         src, ranks, tokens = kept(self.native, "src"), self.native.rounds.num_ranks, self.num_max_tokens_per_rank
         row = torch.arange(len(src), dtype=torch.int32, device=src.device)
         valid = (row < kept(self.native, "num_rows")) & (src[:, 0] >= 0)
@@ -168,6 +168,6 @@ def most_expanded_rows(native: Handle, tokens: int, alignment: int) -> int:
 
 
 def expanded_rows(ranks: int, tokens: int, topk: int, local_experts: int, alignment: int) -> int:
-    """Rows of all tokens of all ranks, at every local expert that they can pick once, and padding."""
+    """Upper bound of the rows that a rank receives, each token once per local expert, with padding to `alignment`."""
     rows = ranks * tokens * min(topk, local_experts) + (alignment - 1) * local_experts
     return -(-rows // alignment) * alignment

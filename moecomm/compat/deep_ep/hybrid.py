@@ -355,8 +355,10 @@ class HybridEPBuffer(OverPool):
         scales: torch.Tensor | None,
         options: Options,
     ) -> tuple[_Routing, Routed]:
-        """With `rows` there is no waiting for anybody, hence room for as many experts a token as there can be.  Without
-        them, a token with more than any before ends the round on all ranks, which make room together.
+        """Dispatch by a routing map.
+
+        With `rows` nothing waits, so there is room for the most experts that a token can have.  Without `rows`, a token
+        with more experts than any before ends the round on all ranks, which then make room together.
         """
         num_experts = routing_map.shape[1]
         if rows is not None:
@@ -472,7 +474,7 @@ class HybridEPBuffer(OverPool):
     def _received(
         self, routed: Routed, found: _Received, rows: int, pad_multiple: int | None, as_given: torch.dtype
     ) -> _Received:
-        """Rows, their weights and scales."""
+        """Return rows, weights and scales with padding zeroed, in the caller's dtype, and at least `rows` rows."""
         x, weights, scales = found
         if pad_multiple is not None and pad_multiple > 1:
             src = kept(routed.handle, "src")
@@ -487,13 +489,13 @@ class HybridEPBuffer(OverPool):
 
 
 def _values(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
-    """Rows as moecomm takes them, and the dtype that they go back in: deep_ep has its FP8 rows in bytes."""
+    """Return rows as moecomm takes them, and the dtype to return them in: deep_ep keeps FP8 rows in uint8."""
     dtype = hidden.dtype
     return hidden.view(torch.float8_e4m3fn) if dtype is torch.uint8 else hidden, dtype
 
 
 def _longer(tensor: Any, rows: int) -> Any:
-    """A copy with so many rows, the last ones not initialised; None of None."""
+    """Return a copy with so many rows, the added ones not initialised; None for None."""
     if tensor is None:
         return None
     longer = tensor.new_empty((rows, *tensor.shape[1:]))

@@ -126,7 +126,7 @@ class LowLatency(OverPool):
                 buffer.unmask(joining)
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
-        """Nothing is left behind by normal calls, so there is nothing to clean.
+        """Do nothing: normal calls leave nothing to clean.
 
         With `enable_shrink` it is collective, as in deep_ep, and masks ranks that are lost.
         """
@@ -386,7 +386,7 @@ def _check_kind(x: Any, topk_idx: Any, use_ue8m0: bool, rounds_scales: bool) -> 
 def _account(
     routed: Routed, write: Callable[[torch.Tensor], object] | None, counts: torch.Tensor, stats: torch.Tensor | None
 ) -> None:
-    """Finish a receive once rows are here: scales in another form than they arrive in, and the statistics."""
+    """Finish a receive once rows are here: write scales in the form asked for, and add to the statistics."""
     if write is not None:
         scales = routed.scales
         assert scales is not None
@@ -452,7 +452,7 @@ def _rows_left(handle: LowLatencyHandle, y: torch.Tensor) -> torch.Tensor:
 
 
 def _without_the_left_out(native: Handle, topk_idx: Any, topk_weights: Any) -> torch.Tensor:
-    """The weights, 0 where the ids are -1."""
+    """Return the routing weights, with 0 where the ids are -1."""
     device, shape = native.rounds.device, (native.num_tokens, native.rounds.topk)
     topk_idx, topk_weights = as_tensor("topk_idx", topk_idx)[0], as_tensor("topk_weights", topk_weights)[0]
     check_tensor("topk_idx", topk_idx, device=device, dtypes=(torch.int64, torch.int32), shape=shape)

@@ -144,5 +144,5 @@ def exchange_counts(pool: Pool, num_tokens_per_expert: torch.Tensor) -> list[int
 
 
 def aligned(counts: list[int], alignment: int) -> list[int]:
-    """Return them rounded up."""
+    """Return the counts, rounded up."""
     return counts if alignment == 1 else [-(-count // alignment) * alignment for count in counts]

@@ -51,7 +51,7 @@ class _Handle(Protocol):
 
 
 class Pool:
-    """Opens and keeps moecomm.Buffers of a group.  `num_bytes`: the least window of one with normal rounds;
+    """The moecomm.Buffers of a group, opened when wanted.  `num_bytes`: the least window of one with normal rounds;
     `masks`: low-latency rounds mask ranks that are lost, and a rank alone may change its masks; `round_s`: how long
     these rounds wait for a peer, else `timeout_s`; `method`: that makes rounds which are not low-latency ones;
     `uneven`: in low-latency and normal rounds, ranks may have different numbers of experts.

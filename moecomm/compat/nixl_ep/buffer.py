@@ -162,7 +162,7 @@ class Buffer(Bound):
     def get_low_latency_buffer_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """As moecomm.compat.deep_ep.Buffer.get_low_latency_rdma_size_hint."""
+        """Return moecomm.compat.deep_ep.Buffer.get_low_latency_rdma_size_hint() of these sizes."""
         return DeepEP.get_low_latency_rdma_size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
 
     get_rdma_size_hint = get_low_latency_buffer_size_hint

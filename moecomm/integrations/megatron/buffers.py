@@ -45,7 +45,7 @@ class Limits(NamedTuple):
 
 
 class Formats(NamedTuple):
-    """In which rows travel; None: as they are.  See moecomm.ops.dispatch and combine.
+    """Formats in which rows travel; None: as they are.  See moecomm.ops.dispatch and combine.
 
     Attributes:
         quantize: rows of a dispatch.
@@ -60,7 +60,7 @@ PLAIN = Formats()
 
 
 class Buffers:
-    """Opens them.
+    """Base of the objects that open the Buffers of a group.
 
     Args:
         group: a torch.distributed process group.
@@ -75,12 +75,12 @@ class Buffers:
         self.calls = CallCount()
 
     def _open(self, key: Key, tokens: int, window: Callable[[Settings], int | None]) -> Buffer:
-        """One for as many tokens as the rank with most has.  Collective: every rank is here, in the same dispatch.
+        """Open a Buffer for as many tokens as any rank has.  Collective: every rank is here, in the same dispatch.
 
         Args:
-            key: of the tokens.
-            tokens: this rank's.
-            window: its bytes, unless the user chose them; None: Buffer's own choice.
+            key: hidden size, dtype and device of the tokens.
+            tokens: number of this rank's tokens.
+            window: computes the window's bytes, unless the user chose them; None: Buffer's own choice.
         """
         hidden, dtype, device = key
         everybody = gather(self._ranks, struct.pack("<q", tokens), self.limits.timeout_s)
@@ -109,7 +109,7 @@ _shared: weakref.WeakValueDictionary[tuple[Any, ...], Buffers] = weakref.WeakVal
 
 
 def shared(kind: type[B], group: Any, num_experts: int, topk: int, limits: Limits) -> B:
-    """The one of this kind in this process for these; it lives as long as somebody refers to it."""
+    """Return this process's Buffers of this kind for these arguments; shared as long as anything refers to it."""
     with _lock:
         key = (kind, id(group), num_experts, topk, limits)  # it keeps its group, so that the id stays its own
         found = _shared.get(key)

@@ -90,7 +90,7 @@ class Manager(_DispatchManager):  # type: ignore[misc]
         return found.x
 
     def _rows_of_expert(self, tokens: int) -> int:
-        """Its capacity for `tokens` of each rank, of all ranks together."""
+        """Return the capacity of an expert for `tokens` of each rank, over all ranks."""
         config = self.config
         of_rank = get_capacity(
             num_tokens=tokens * config.moe_router_topk,

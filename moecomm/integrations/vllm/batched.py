@@ -58,11 +58,11 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
 
     @staticmethod
     def maybe_roundup_layer_hidden_size(hidden_size: int) -> int:
-        """Rows of a multiple of 16 bytes, in dtypes of two."""
+        """Round up to rows of a multiple of 16 bytes, in dtypes of two bytes."""
         return -(-hidden_size // 8) * 8
 
     def post_init_setup(self, fused_experts: Any) -> None:
-        """Scales are powers of two, four to an int32, where the experts take them so."""
+        """Pack scales as powers of two, four to an int32, if the experts take them so."""
         self._ue8m0 = self._fp8 and fused_experts.supports_packed_ue8m0_act_scales()
 
     @property
@@ -86,7 +86,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         quant_config: Any,
         defer_input_quant: bool = False,
     ) -> tuple[Callable[[], None], Callable[[], Any]]:
-        """Sends; the first function that is returned waits for the rows, the second gives what prepare() does.
+        """Send rows; return a function that waits for rows, and one that returns the result of prepare().
 
         Rows `[E/R, R * max_tokens_per_rank, H]`, scales, counts int32 `[E/R]`, None, None.
         """
@@ -160,7 +160,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: Any,
     ) -> tuple[Callable[[], None], Callable[[], None]]:
-        """Sends; the first function that is returned waits for `output`, the second has nothing left to do."""
+        """Send results; return a function that waits for `output`, and one that does nothing."""
         if not isinstance(weight_and_reduce_impl, TopKWeightAndReduceDelegate):
             raise Unsupported("experts that add rows up: batched rows are weighted and added on their way home")
         handle, y = self._slots.get(), apart(fused_expert_output, output)

@@ -63,11 +63,11 @@ class _VllmManager(All2AllManagerBase):  # type: ignore[misc]
         return self._rounds
 
     def set_num_sms(self, num_sms: int) -> None:
-        """Limits the multiprocessors of every round from now on; with all of them there is no limit."""
+        """Limit the multiprocessors of every later round; all of them: no limit."""
         self._rounds.num_sms = num_sms if num_sms < _multiprocessors() else None
 
     def dispatch(self, *args: Any, **named: Any) -> Any:
-        """Unsupported: layers go through prepare and finalize."""
+        """Raise Unsupported: layers go through prepare and finalize."""
         raise Unsupported("all2all_manager.dispatch: layers of moecomm go through prepare and finalize")
 
     def dispatch_router_logits(self, *args: Any, **named: Any) -> Any:
@@ -110,15 +110,15 @@ class StandardManager(_VllmManager):
     """Manager of the standard activation format.  vLLM has no fault tolerance with it."""
 
     def query_active_mask(self) -> Any:
-        """Unsupported, as query_fault() and clean_buffers()."""
+        """Raise Unsupported, as query_fault() and clean_buffers() do."""
         raise Unsupported(f"all2all_manager.query_active_mask: {_NO_MASKS}")
 
     def query_fault(self) -> Any:
-        """Unsupported: a rank that is lost is an error of all others."""
+        """Raise Unsupported: a lost rank is an error on all others."""
         raise Unsupported(f"all2all_manager.query_fault: {_NO_MASKS}")
 
     def clean_buffers(self) -> None:
-        """Unsupported, as query_active_mask()."""
+        """Raise Unsupported, as query_active_mask() does."""
         raise Unsupported(f"all2all_manager.clean_buffers: {_NO_MASKS}")
 
 

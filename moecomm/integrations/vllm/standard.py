@@ -48,7 +48,7 @@ class StandardPrepareAndFinalize(PrepareAndFinalize):
 
     @staticmethod
     def maybe_roundup_layer_hidden_size(hidden_size: int, dtype: torch.dtype) -> int:
-        """Rows of a multiple of 16 bytes."""
+        """Round up to rows of a multiple of 16 bytes."""
         unit = 16 // dtype.itemsize
         return -(-hidden_size // unit) * unit
 
@@ -72,7 +72,7 @@ class StandardPrepareAndFinalize(PrepareAndFinalize):
         quant_config: Any,
         defer_input_quant: bool = False,
     ) -> Callable[[], Any]:
-        """Dispatches; the function that is returned gives what prepare() does.
+        """Dispatch; return a function that returns the result of prepare().
 
         Rows, scales, counts, global ids int64 `[rows, K]` and weights float32 `[rows, K]`.  Where an id is of another
         rank's expert, some expert of another rank stands: vLLM's kernels know no -1.

@@ -50,7 +50,7 @@ class Slots:
 
 
 class BesideCaller:
-    """Runs a round beside what the caller does until it waits: on a stream of its own, on GPUs.
+    """Runner of rounds beside the caller's work, until the caller waits: on a stream of its own, on GPUs.
 
     Between micro-batches vLLM itself chooses streams; a round is then run where it is called, and so it is on CPUs.
     """
@@ -122,7 +122,7 @@ class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[
 
 
 def _ended(steps: Any) -> Any:
-    """Do the rest of a call: a function, or one that waits and one that has the result."""
+    """Finish a call: `steps` is the function with the result, or a tuple of waits and that function."""
     *waits, result = steps if isinstance(steps, tuple) else (steps,)
     for wait in waits:
         wait()
@@ -130,18 +130,19 @@ def _ended(steps: Any) -> Any:
 
 
 def nothing() -> None:
-    """There is nothing to wait for."""
+    """Do nothing: there is nothing to wait for."""
 
 
 def apart(y: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-    """`y`, copied where it shares memory with `output`: vLLM's kernel lets experts write to that where the shapes are
-    the same, and combine reads `y` while it writes `output`.
+    """Return `y`, or a copy of it if it shares memory with `output`.
+
+    Where shapes agree, vLLM's kernel lets experts write to `output`; combine reads `y` while it writes `output`.
     """
     return y.clone() if _native.share_memory(y, output) else y
 
 
 def weighted_input(x: torch.Tensor, topk_weights: torch.Tensor, apply: bool) -> torch.Tensor:
-    """`x`, times the routing weight if that is to be applied before the experts: there is one then."""
+    """Return `x`, times the routing weight if it is applied before the experts; then topk is 1."""
     if not apply:
         return x
     if topk_weights.shape[1] != 1:

@@ -157,7 +157,7 @@ class MoecommWorker(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore
         """Do nothing: weights in use stay until the end of the update."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Stage.  There is no work on the device to wait for."""
+        """Stage the weights.  There is no work on the device to wait for."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:

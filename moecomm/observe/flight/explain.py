@@ -109,7 +109,7 @@ def _divergence(records: Mapping[int, RankRecord]) -> Verdict | None:
 
 
 def _failed_call(records: Mapping[int, RankRecord], odd: Sequence[int], step: int) -> Verdict:
-    """`odd` may be a rank on which no call failed, where it failed on all others: such a rank made one too many."""
+    """Judge a call that failed on some ranks only: on `odd`, or on all but `odd`, which then made one call too many."""
     failed = {r: [x for x in records[r].rejections if x.step < step] for r in odd}
     errors = [f"{x[-1].op or 'call'} after call {x[-1].step}: {x[-1].error}" for x in failed.values() if x]
     what = f"a call failed there and not on the others ({errors[0]})" if errors else "fewer of its calls failed"

@@ -48,7 +48,7 @@ Kind = Literal["slow rank", "slow sender", "slow receiver", "slow link", "hot ex
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that stands out.
+    """Slow rank, slow link or hot expert that stands out.
 
     Attributes:
         kind: "slow rank": comes late to rounds.  "slow sender", "slow receiver": all links from it, or to it.

@@ -42,7 +42,7 @@ class Sample(NamedTuple):
 
 
 class Publisher:
-    """Writes the counters of the Buffers of this process to a folder."""
+    """Writer of the counters of the Buffers of this process to a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._process = folder, os.getpid()
@@ -151,7 +151,7 @@ def _content(rounds: Rounds, samples: deque[Sample]) -> dict[str, Any]:
 
 
 def _after_fork() -> None:
-    """A forked child has no such thread."""
+    """Forget the publishing thread, which a forked child does not have."""
     global _publishing
     _publishing = False
 

@@ -44,11 +44,11 @@ _FILE = Document("FOLDER", "a folder of MOECOMM_TOP_DIR", _File)
 
 @dataclass(frozen=True)
 class RankView:
-    """One rank: its counters of the last seconds.
+    """Counters of one rank over the last seconds.
 
     Attributes:
         buffer: identity of the Buffer.
-        rank, ranks: of it.
+        rank, ranks: the rank, and the number of ranks, of the Buffer.
         where: "host:pid".
         seconds: between the two samples; 0: there is one, and `stats` is what was counted before.
         stats: what was counted in that time.
