@@ -175,7 +175,7 @@ class GinReach(Reach):
         return {} if self._watched is None else rma_plugin.losses(self._watched)
 
     def open_window(self, layout: Layout) -> windows.Window:
-        """Open it with a signal for each word of `layout.signals`, and one more, which rounds do not use."""
+        """Open windows with a signal for each word of `layout.signals`, and one more, which rounds do not use."""
         if self.ranks.ranks == 1:  # nobody to reach
             return local.open_window(self.ranks, layout.bytes, self.device, resident=layout.staging)
         ranks, communicator = self.ranks, self._communicator

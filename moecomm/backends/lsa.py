@@ -262,7 +262,7 @@ class LsaSession:
         self._peers.abort(cause, culprit)
 
     def abort_all(self) -> None:
-        """End the waits of all ranks.  For a call in a capture nobody waits: it makes no round."""
+        """End the waits of all ranks; not for a call in a capture, which makes no round."""
         if self._window is not None and not self.capturing():
             self.abort(failures.Failure.aborted, self.context.rank)
             self._masks.abort_others()

@@ -65,11 +65,11 @@ def reads_in_place(args: _native.CombineArgs) -> bool:
 
 
 def hash_words(ranks: int, domains: int) -> int:
-    """Return the int64 of a token's hashes in a verified combine of GPUs: CombineCall::kHashWords."""
+    """Return the number of int64 words of a token's hashes in a verified combine of GPUs: CombineCall::kHashWords."""
     words = ranks + (2 * domains if domains > 1 else 0)
     return words + words % 2
 
 
 def told_bytes(domain_ranks: int) -> int:
-    """Return the bytes of hashes beside a sum of a domain of so many ranks: CombineCall::kToldBytes."""
+    """Return the bytes of hashes that travel with a reduced row of a domain: CombineCall::kToldBytes."""
     return -(-8 * (1 + domain_ranks) // 16) * 16

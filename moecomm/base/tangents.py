@@ -37,7 +37,7 @@ def may_exist() -> bool:
 
 
 def is_mapped(tensor: torch.Tensor) -> bool:
-    """Return whether torch.func.vmap maps over it, at any level of its transforms."""
+    """Return whether torch.func.vmap maps over the tensor, at any level of its transforms."""
     while _functorch.is_functorch_wrapped_tensor(tensor):
         if _functorch.is_batchedtensor(tensor):
             return True

@@ -21,7 +21,7 @@ _MOST_SEED = 1 << 40  # seeds are multiplied with 10^6 at most, and torch's have
 
 
 def is_integer(value: object) -> bool:
-    """Return whether it is an int or one of numpy's.  True, 1.0, arrays and tensors are not."""
+    """Return whether a value is an int, or an integer of numpy.  True, 1.0, arrays and tensors are not."""
     if isinstance(value, int):  # alone in graphs of torch.compile, where the rest can't be asked
         return not isinstance(value, bool)
     if hasattr(value, "__dlpack__"):
@@ -34,19 +34,19 @@ def is_integer(value: object) -> bool:
 
 
 def check_integer(argument: str, value: object, least: int, most: int | None = None) -> None:
-    """Raise BadInput unless it is an integer of at most 63 bits, and in the range."""
+    """Raise BadInput unless the value is an integer of at most 63 bits, and in the range."""
     if not (is_integer(value) and least <= value <= (_MOST if most is None else most)):  # type: ignore[operator]
         raise BadInput(argument, repr(value), f"a whole number, {least} {'or more' if most is None else f'to {most}'}")
 
 
 def check_alignment(argument: str, value: object) -> None:
-    """Raise BadInput unless it is an integer that groups of rows can be aligned to."""
+    """Raise BadInput unless the value is an integer that groups of rows can be aligned to."""
     if not (is_integer(value) and 1 <= value < 1 << 20):  # type: ignore[operator]
         raise BadInput(argument, repr(value), "a whole number, 1 to 2^20 - 1")
 
 
 def check_flag(argument: str, value: object) -> None:
-    """Raise BadInput unless it is True or False, or 1, 0 or numpy's booleans."""
+    """Raise BadInput unless the value is True or False, or 1, 0 or a boolean of numpy."""
     one = isinstance(value, bool) or type(value).__name__ in ("bool", "bool_")  # numpy has both names
     if not (one or (is_integer(value) and value in (0, 1))):
         raise BadInput(argument, repr(value), "True or False")
@@ -65,13 +65,13 @@ def check_name(argument: str, value: object, known: Sequence[str]) -> None:
 
 
 def check_real(argument: str, value: object, least: float, most: float) -> None:
-    """Raise BadInput unless it is a number in the range."""
+    """Raise BadInput unless the value is a number in the range."""
     if not (isinstance(value, Real) and least <= float(value) <= most):
         raise BadInput(argument, repr(value), f"a number, {least:g} to {most:g}")
 
 
 def check_sizes(**values: object) -> None:
-    """Raise BadInput unless each can be a dimension."""
+    """Raise BadInput unless each value can be a dimension."""
     for argument, value in values.items():
         check_integer(argument, value, 1, MOST_SIZE)
 
@@ -151,7 +151,7 @@ def are_plain(*values: Any) -> bool:
 
 
 def _is_distributed(tensor: torch.Tensor) -> bool:
-    """Return whether it is a DTensor.  Does not import their package, without which there is none."""
+    """Return whether a value is a DTensor.  Does not import their package, without which there is none."""
     package = sys.modules.get("torch.distributed.tensor")
     return package is not None and isinstance(tensor, package.DTensor)
 

@@ -117,7 +117,7 @@ def launch(combining: Combining) -> None:
 
 
 def stages(combining: Combining) -> tuple[Callable[[], None], ...]:
-    """Return what verifies a combine: see DispatchCheck.stages."""
+    """Return the steps that verify a combine: see DispatchCheck.stages."""
     check, combining.check = combining.check, None  # which refers to `combining`
     return () if check is None else check.stages()
 

@@ -73,7 +73,7 @@ def check_handle(rounds: Rounds, handle: Any) -> None:
 
 
 def check_max_rows(max_rows: int | None) -> None:
-    """Raise BadInput unless it is None or a number of rows."""
+    """Raise BadInput unless `max_rows` is None or a number of rows."""
     if max_rows is not None:
         check_integer("max_rows", max_rows, 0)
 

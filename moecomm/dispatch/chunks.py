@@ -83,7 +83,7 @@ class Whole(DispatchPlan):
         return self._tensors[name]
 
     def repeated(self, like: DispatchPlan, rows: dict[str, torch.Tensor | None]) -> Whole:
-        """Return the outputs of a repeat: x and scales are new."""
+        """Return the outputs of a repeated dispatch: new x and scales, and the tables of the first."""
         whole = Whole(self, self._rows, {**self._tensors, **_typed(rows, like)})
         whole.x_dtype, whole.scales_dtype = like.x_dtype, like.scales_dtype
         return whole
@@ -289,7 +289,7 @@ def is_by_column(options: Options, x_dtype: torch.dtype) -> bool:
 
 
 def _room(name: str, shape: tuple[int, ...], like: torch.Tensor | None, by_column: bool = False) -> torch.Tensor | None:
-    """Make an output of rows like these, with what padding has.  `by_column`: see Routed.scales."""
+    """Make an output of rows like these, filled with the values of padding.  `by_column`: see Routed.scales."""
     if like is None:
         return None
     columns = like.shape[1:]

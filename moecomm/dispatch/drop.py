@@ -82,7 +82,7 @@ def _quota(settings: Settings, layout: Layout, alignment: int, max_rows: int | N
 
 
 def _of_entries(group: torch.Tensor, weights: torch.Tensor, groups: int, quota: int) -> torch.Tensor:
-    """Return whether each entry is among the `quota` first of its group."""
+    """Return whether each entry is among the `quota` entries of its group with the largest weights."""
     order = weights.argsort(descending=True, stable=True)
     order = order[group[order].argsort(stable=True)]
     sorted_group = group[order]

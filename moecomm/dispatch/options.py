@@ -123,7 +123,7 @@ def check_options(options: Options) -> None:
 
 
 def check_overflow(overflow: Overflow | None, max_rows: int | None = None) -> None:
-    """Raise BadInput unless it is None or a word of OVERFLOWS, and fits `max_rows`."""
+    """Raise BadInput unless `overflow` is None or a word of OVERFLOWS, and fits `max_rows`."""
     if overflow is not None:
         check_name("overflow", overflow, OVERFLOWS)
     if overflow == "chunks" and max_rows is not None:
@@ -131,6 +131,6 @@ def check_overflow(overflow: Overflow | None, max_rows: int | None = None) -> No
 
 
 def check_num_sms(num_sms: int | None) -> None:
-    """Raise BadInput unless it is None or 1 to 1024."""
+    """Raise BadInput unless `num_sms` is None or 1 to 1024."""
     if num_sms is not None and not (is_integer(num_sms) and 1 <= num_sms <= 1024):
         raise BadInput("num_sms", repr(num_sms), "a whole number, 1 to 1024, or None")

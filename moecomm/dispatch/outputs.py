@@ -178,7 +178,7 @@ def copy_out(rounds: Rounds, routed: Routed[Any, Any, Any, Any]) -> None:
 
 
 def fill(routed: Routed[Any, Any, Any, Any]) -> None:
-    """Copy what has arrived to the places outside of the window that it has so far."""
+    """Copy arrived outputs to those places outside of the window that they have so far."""
     plan: Any = routed.plan
     if type(plan) is not Outside:
         return

@@ -115,7 +115,7 @@ class Handle(Bound):
         return (*self.plan.rows_shape(self.args), self.rounds.hidden)
 
     def check_row_weights(self) -> None:
-        """Raise BadInput if a caller has changed `row_weights` in a way of which combine does not know."""
+        """Raise BadInput if a caller has changed `row_weights` in a way that combine cannot see."""
         if self.weights_read is None:
             return
         read, address, _ = self.weights_read
@@ -135,7 +135,7 @@ class Chunk(NamedTuple):
     places: torch.Tensor  # int64: their rows in the whole
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the rows of the whole that are those of the round, where they were in it; else zeros."""
+        """Return the round's rows of `whole`, at their places in the round; zeros elsewhere."""
         dims = len(self.room)
         taken = whole.flatten(0, dims - 1)[self.places]
         room = math.prod(self.room)

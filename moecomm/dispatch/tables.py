@@ -39,7 +39,7 @@ def begin(handle: Handle) -> int:
 
 
 def table(handle: Handle, address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return one of a handle's tables, wherever they lie.  The tensor keeps them alive."""
+    """Return one of a handle's tables, in the window or outside.  The tensor keeps them alive."""
     memory: Any = handle.block
     if not isinstance(memory, torch.Tensor):
         return window_tensor(memory, address, shape, dtype, handle.plan.device, handle.plan.owner)

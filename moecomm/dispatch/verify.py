@@ -82,7 +82,7 @@ class DispatchCheck:
         self._verdict = Verdict(rounds, "dispatch")
 
     def stages(self) -> tuple[Callable[[], None], ...]:
-        """Return what follows the dispatch, in this order.
+        """Return the steps that verify the dispatch, in order.
 
         Ranks that one thread drives run each stage on all of them: then no kernel waits for one that is not launched.
         """

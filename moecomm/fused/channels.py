@@ -79,7 +79,7 @@ class _Channels(WeightFormat):
     def check_scales(
         self, x: torch.Tensor, x_scales: torch.Tensor | None, w: torch.Tensor, w_scales: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Check scales, also those of whole tensors; return them as `[..., 1]` and contiguous `[E, N]`."""
+        """Check scales of rows and channels, or of tensors; return them as `[..., 1]` and contiguous `[E, N]`."""
         if x_scales is None or w_scales is None or w_scales.dim() > 2:
             return super().check_scales(x, x_scales, w, w_scales)
         if x.dtype not in (kernels.FP8, torch.int8):

@@ -192,7 +192,7 @@ class _Checked(NamedTuple):
     def run(
         self, x: Operand, w: Operand | Fp4, counts: torch.Tensor, bias: torch.Tensor | None, out: Operand | None
     ) -> torch.Tensor | Fp8:
-        """Multiply tensors that look as those did."""
+        """Multiply tensors with the same types and shapes as the checked ones."""
         (rows, x_scales), (matrices, w_scales) = parts(x), parts(w)
         if out is None:
             product = torch.empty(self.product[0], dtype=self.product[1], device=rows.device)

@@ -196,7 +196,7 @@ def _prepared(
     form: _Form | None = None,
     measures: bool = False,
 ) -> tuple[Pipeline, _Form]:
-    """Return what prepare() does, and the form of the layer.  `form`: see _known().  `measures`: see _checked()."""
+    """Return the result of prepare(), and the form of the layer.  `form`: see _known().  `measures`: see _checked()."""
     rounds.require_usable()
     refuse_gradients(x=x, topk_weights=topk_weights, w13=w13, w2=w2, bias=bias, w13_bias=w13_bias, w2_bias=w2_bias)
     options, back = request.options, None

@@ -51,7 +51,7 @@ class Pipeline(Protocol):
     """
 
     def reserve(self) -> object:
-        """Take the memory of a call, as long as the result is kept.  Raises what says that there is too little."""
+        """Take the memory of a call, as long as the result is kept.  Raises the error of too little memory."""
         ...
 
     def publish(self) -> None:
@@ -75,7 +75,7 @@ class Pipeline(Protocol):
         ...
 
     def stages(self) -> tuple[Callable[[], None], ...]:
-        """Return what follows run_reduce() if it is verified: see combine.stages."""
+        """Return the steps that verify run_reduce(), if any: see combine.stages."""
         ...
 
     def finish_reduce(self) -> Any:
@@ -177,7 +177,7 @@ class Unfused:
         combine.launch(self._combining)
 
     def stages(self) -> tuple[Callable[[], None], ...]:
-        """Return what verifies the combine."""
+        """Return the steps that verify the combine."""
         assert self._combining is not None
         return combine.stages(self._combining)
 

@@ -180,7 +180,7 @@ class TokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
         return buffer.name
 
     def _open(self, key: Key, tokens: int) -> Buffer:
-        """Open one for as many tokens, or take that of another layer of the same sizes.  Collective."""
+        """Open a Buffer for as many tokens, or take that of another layer of the same sizes.  Collective."""
         assert self.ep_mesh is not None
         hidden, dtype, device = key
         buffer = self._buffers[key] = shared_buffer(

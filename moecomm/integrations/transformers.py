@@ -136,7 +136,7 @@ class ExpertParallel(EPImplementation):  # type: ignore[misc]
         return ops.dispatch(buffer, x, ids, weights, layout="expert", overflow="chunks", zero_padding=False)
 
     def _open(self, x: torch.Tensor, topk: int, most: int | None, least: int = _LEAST_TOKENS) -> Buffer:
-        """Open one for `most` tokens, or take that of another layer of the same sizes.  Collective.
+        """Open a Buffer for `most` tokens, or take that of another layer of the same sizes.  Collective.
 
         None: as many as a rank has, and at least `least`.
         """

@@ -41,7 +41,7 @@ class Masks:
         return tuple(sorted(self._rounds.masked))
 
     def mask(self, ranks: Iterable[int] | None, replicas: Mapping[int, int] | None) -> tuple[int, ...]:
-        """Mask these ranks, or those that all ranks agree on: Buffer.mask()."""
+        """Mask these ranks, or the ones that all ranks agree on: Buffer.mask()."""
         rounds = self._rounds
         named = None if ranks is None else _checked(rounds, ranks)
         if named is not None and rounds.rank in named:

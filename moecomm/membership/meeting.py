@@ -48,7 +48,7 @@ class Shrunk(NamedTuple):
 
     @classmethod
     def of(cls, ranks: Sequence[int], before: int) -> Shrunk:
-        """Make it of the ranks of a group that a caller may have made, of `before` ranks.  Raises BadInput."""
+        """Make the result from a group that a caller may have made, of `before` ranks.  Raises BadInput."""
         if list(ranks) != sorted(set(ranks)):
             raise BadInput("group", f"ranks {list(ranks)}, as they were numbered before", "these in ascending order")
         return cls(tuple(ranks), tuple(sorted(set(range(before)).difference(ranks))))
@@ -288,7 +288,7 @@ class Meeting:
 
 
 def _kind(call: str) -> str:
-    """Return the kind of agreement of a call.  mask() and unmask() come to one: each may find what the other wants."""
+    """Return the kind of agreement of a call.  mask() and unmask() share one, so that ranks can mix them."""
     return "mask()" if call in ("unmask()", ALONE) else call
 
 

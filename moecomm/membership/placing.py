@@ -54,7 +54,7 @@ def _make_room(rounds: Rounds, placed: Placement) -> None:
 
 
 def left(ranks: Opening, slots: Slots, stay: Sequence[int]) -> Placement:
-    """Return what ranks that are left hold, of the oldest placement that any of them has.  Collective.
+    """Return the placement of the remaining ranks, by the oldest placement that any of them has.  Collective.
 
     Experts whose ranks are all lost have no slot in it, nor has one whose weights a rank ahead may have replaced.
 

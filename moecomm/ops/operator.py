@@ -66,7 +66,7 @@ class Operator(Generic[_Result]):
         return self._direct(inputs)
 
     def plainly(self, *inputs: Any) -> _Result:
-        """Call it with all arguments, of which the tensors are plain: see are_plain()."""
+        """Call the operator with all arguments; its tensors are plain: see are_plain()."""
         if torch._C._len_torch_dispatch_stack() or profiler._is_profiler_enabled:
             return cast("_Result", self.registered(*inputs))
         return self._direct(inputs)

@@ -94,7 +94,7 @@ class Choices:
         return form
 
     def _times(self, calls: dict[str, Call]) -> dict[str, float]:
-        """Return the microseconds of each on this rank; all ranks begin each run together."""
+        """Return the microseconds of each form on this rank; all ranks begin each run together."""
         refusals = BadInput, Unsupported, torch.cuda.OutOfMemoryError
         return time_forms(self._clock, calls, lambda _: self._window.barrier(), self._wait, refusals)
 
@@ -123,7 +123,7 @@ class Choices:
 
 
 def _key(sizes: Sizes, forms: Iterable[str]) -> tuple[Any, ...]:
-    """Return what a choice is found by, the same on all ranks.  It leaves out what a rank alone decides."""
+    """Return the key of a choice, the same on all ranks.  It leaves out what a rank alone decides."""
     names = compared_names(sizes, None)
     dims = [rounded_up(sizes.dims[name]) if name in _ROWS else sizes.dims[name] for name in names]
     return OPERATORS.index(sizes.operator), sizes.given, *dims, *forms

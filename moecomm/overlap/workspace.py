@@ -230,9 +230,9 @@ class Repeated(NamedTuple):
 
     Attributes:
         owner: its Workspace.
-        plan: what runs it.
+        plan: the function that runs the call.
         tensors: its tensors; those of pairs one by one.
-        direct: nobody but the plan has to see it: no gradient is wanted, and torch has no mode, transform or profiler.
+        direct: the plan may run without the operator: no gradient is wanted, and no mode, transform or profiler is on.
     """
 
     owner: Workspace

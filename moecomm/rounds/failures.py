@@ -130,7 +130,7 @@ def _generation(word: int) -> str:
 
 
 def known_of(record: _native.FailureRecordView, op: str) -> dict[str, Any]:
-    """Return what the errors of a failed wait have as attributes."""
+    """Return the attributes of the errors of a failed wait."""
     phase = Phase(record.phase).name
     return {"rank": record.rank, "peer": record.peer, "op": op, "round": record.round, "phase": phase}
 

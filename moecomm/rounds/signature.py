@@ -159,7 +159,7 @@ def index_of(dtypes: Sequence[object], dtype: object) -> int:
 
 
 def scale_word(value: float) -> int:
-    """Return what a global scale on the host adds to a word by XOR: compare_scale of csrc/protocol/args.h."""
+    """Return the bits that a global scale on the host adds to a word by XOR: compare_scale of csrc/protocol/args.h."""
     return int(struct.unpack("<I", struct.pack("<f", value))[0]) << SCALE_SHIFT
 
 

@@ -155,12 +155,12 @@ class RoundState:
                 self.leave_error(error)
 
     def leave_error(self, error: BaseException) -> None:
-        """Leave an error for ranks that wait for this one in vain from now on."""
+        """Leave an error for ranks that will wait for this one in vain."""
         if self._open and self.session.pages is not None:
             self.session.pages.leave_error(shown(error), self.flight.rounds)
 
     def count_failed(self) -> None:
-        """Count a rejected call from outside of a call; while one is under way, in the next one."""
+        """Count a rejected call, outside of any call; if another call is under way, the next call counts it."""
         try:
             with _Call(self, 0):
                 self.count_rejected()
@@ -196,7 +196,7 @@ class RoundState:
     def raise_failure(self, *, recovers: bool = True) -> None:
         """Raise the error that the last rounds left behind: once, unless a failed round has ended the Buffer.
 
-        `recovers`: first mask ranks that are lost, where the Buffer was opened so.
+        `recovers`: first mask the lost ranks, if the Buffer has on_timeout="mask".
         """
         if self._failure is not None:
             raise self._recovered(self._failure) if recovers else self._failure

@@ -115,9 +115,9 @@ class LocalBuffers:
         self.streams = [self._all_streams[buffer.rank] for buffer in buffers if self._all_streams]
 
     def dispatch(self, calls: Sequence[dict[str, Any]]) -> list[Routed]:
-        """Call Buffer.dispatch(**calls[rank]) on every rank; raises the first error in rank order.
+        """Call Buffer.dispatch(**calls[rank]) on every rank; raise the first error in rank order.
 
-        Other ranks raise theirs in a call of their own Buffer before the next one here.
+        Errors of other ranks stay in their Buffers, until those are called or the next call here clears them.
         """
         meant = self._with_own_ids(calls)  # rounds use these ids until they have run
         return self._run([partial(prepare_dispatch, **c) for c in meant], dispatch.launch, dispatch.finish)

@@ -14,7 +14,7 @@ from moecomm.errors import BadInput
 
 @dataclass
 class Route:
-    """The part of one rank.  All attributes are by expert.
+    """Route of one rank in a transfer.  The keys of all attributes are experts.
 
     Attributes:
         places: number of the record in the memory of this rank: experts that it serves, then those that it only sends.

@@ -130,10 +130,10 @@ class Measured(NamedTuple):
 def of_measured(dtype: str, ranks: int, layers: Sequence[Measured], tolerance: float = TOLERANCE) -> Bounds:
     """Derive the bounds of one dtype and number of ranks.
 
-    No measured layer inside the bounds is slower fused than unfused, by more than the tolerance. Of all such bounds
-    those count that gain the most: the largest product of the speedups inside that exceed the tolerance. Of bounds
-    that gain as much, those of the fewest sizes count, so that bounds end at layers that gain. Past the largest
-    measured rows of an expert there is no bound if the layers with most rows gain.
+    No measured layer inside the bounds is slower fused than unfused by more than the tolerance. Of all such bounds the
+    function takes those with the largest gain: the product of the speedups inside that exceed the tolerance. Ties go
+    to the narrowest bounds, so that bounds end at layers that gain. There is no upper bound if the layers with the
+    most rows of an expert gain.
 
     Beside these, `many_experts` is the fewest experts of a rank from which on no measured layer is slower fused by more
     than SLIGHT, where layers with FEW_ROWS rows of an expert, or fewer, were measured and gain.

@@ -72,7 +72,7 @@ class Copies(NamedTuple):
                 tensor.of(rounds.rank)[slot].copy_(tensor.of(rank)[theirs])
 
     def run_kernel(self) -> None:
-        """Fill them by the kernel, which reads the choice from this rank's window."""
+        """Fill slots by the kernel, which reads the choice from this rank's window."""
         rounds = self.rounds
         slots = len(rounds.local_experts)
         args = struct("CopyArgs")(copied=self._table, tensors=len(self.tensors), rank=rounds.rank, slots=slots)

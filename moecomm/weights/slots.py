@@ -153,7 +153,7 @@ class Exchanges(Part):
         return None
 
     def _error(self, digests: list[int], posted: int) -> MoecommError | None:
-        """Return the error that the digests of all ranks make, or None."""
+        """Return the error that the digests of all ranks show, or None."""
         if _REFUSED in digests:
             want = "weights that it accepts: see its own error"
             return BadInput("weights", "weights that this rank refused", want, digests.index(_REFUSED))
@@ -351,7 +351,7 @@ def _shown(kinds: _Kinds) -> str:
 
 @contextmanager
 def _exchange(rounds: Rounds, tensors: Sequence[torch.Tensor], given: Iterable[int]) -> Iterator[_Read]:
-    """Let other ranks read these rows of this rank's tensors, and this one theirs.  Collective.
+    """Let all ranks read these rows of each other's tensors.  Collective.
 
     The block gets a function that returns the tensors of a rank.  Raises as _exchange_of() and Exchanges.reading().
     """

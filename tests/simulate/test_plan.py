@@ -1,4 +1,4 @@
-"""moecomm plan: rows and memory counted by hand, the choice, and what lacks."""
+"""moecomm plan: rows and memory counted by hand, the choice, and what is missing."""
 
 from __future__ import annotations
 
@@ -271,7 +271,7 @@ def test_a_target_is_met_on_the_fewest_gpus() -> None:
     assert plan(case, MACHINE)["plan"]["gpus"] == 8
 
 
-def test_what_lacks_is_said() -> None:
+def test_the_missing_resource_is_named() -> None:
     result = plan(replace(GPT, memory_gib=3.0, ranks=[4, 8], formats=["bf16"]), MACHINE)
     least = result["rows"][1]
     assert result["plan"] is None and [row["fits"] for row in result["rows"]] == [False, False]
@@ -347,7 +347,7 @@ def test_the_command_prints_keeps_and_draws_one_result(tmp_path: Path, capsys: p
 def test_a_plan_that_there_is_not_ends_with_1_and_is_kept(tmp_path: Path) -> None:
     kept = tmp_path / "x.json"
     code, said = invoke("--memory", "1", "--ranks", "8", "--json", str(kept))
-    assert code == 1 and "No plan." in said and "memory: 8 GPUs take the least" in " ".join(said.split())
+    assert code == 1 and "No plan. Not enough memory: 8 GPUs take the least" in " ".join(said.split())
     assert schema.read(kept)["plan"] is None
 
 

@@ -102,7 +102,7 @@ class Extensions:
             _native.store_word(word, self._window.extent(rank) // _UNIT)
 
     def close(self) -> None:
-        """Let go of the window, and offer and map nothing any more.  Once."""
+        """Drop the window, and stop offering and mapping memory.  Call it once."""
         self._socket.close()
         self._opened = []  # a thread that still reads its words keeps them
         del self._window, self._synchronize
@@ -159,7 +159,7 @@ class Extensions:
                 close_descriptors(descriptors)
 
     def _is_mapped(self, extent: int) -> bool:
-        """Return whether all peers have mapped so much of this rank's window."""
+        """Return whether all peers have mapped this rank's window up to `extent`."""
         own = _EXTENTS + 4 * self._rank
         peers = [words for rank, words in enumerate(self._words) if rank != self._rank]
         return all(_native.read_word(words + own) * _UNIT >= extent for words in peers)

@@ -15,11 +15,11 @@ _ALLOCATION, _RDMA, _TMA = 2 << 20, 64, 32  # bytes
 
 
 class BufferAllocator:
-    """A plan of tensors, which a buffer's memory takes the place of when it opens.
+    """Plan of tensors that get their memory when a buffer opens.
 
     Attributes:
-        alignment: of a tensor, in bytes.
-        num_bytes: of all tensors, each aligned.
+        alignment: alignment of a tensor, in bytes.
+        num_bytes: bytes of all tensors, each aligned.
         allocations: tensors and their offsets in bytes.
         materialized: True once the tensors have memory.
     """
@@ -66,7 +66,7 @@ class BufferAllocator:
 
 
 def planned(argument: str, plan_or_num_bytes: BufferAllocator | int) -> tuple[BufferAllocator | None, int]:
-    """Return the plan, if it is one, and its bytes.
+    """Return the plan, None for a number of bytes, and the bytes.
 
     Raises:
         BadInput: a plan whose tensors have memory, or a size that is no multiple of the allocation alignment.

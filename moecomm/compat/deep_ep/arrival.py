@@ -51,7 +51,7 @@ class WaitCost:
 
 
 def _waited(rounds: Rounds, phase: Literal["dispatch", "combine"]) -> torch.Tensor:
-    """Return a new tensor, int64 `[R]`: the time that this rank has waited for headers and for such rows."""
+    """Return a new tensor, int64 `[R]`: the time that this rank has waited for headers, and for rows of this phase."""
     ranks = rounds.num_ranks
     peers = rounds.session.counters()[SCALAR_COUNTERS : SCALAR_COUNTERS + PEER_COUNTERS * ranks].view(-1, ranks)
     return peers[_FIRST_WAIT] + peers[_FIRST_WAIT + WAITS.index(phase)]

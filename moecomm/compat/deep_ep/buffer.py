@@ -100,7 +100,7 @@ class Buffer(LowLatency):
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """Bytes of a low-latency result of bfloat16 and what its handle keeps, at most; a window has three."""
+        """Return the most bytes of a bfloat16 low-latency result and its handle; a window has room for three."""
         tokens = num_max_dispatch_tokens_per_rank
         check_sizes(num_max_dispatch_tokens_per_rank=tokens, hidden=hidden, num_experts=num_experts)
         check_integer("num_ranks", num_ranks, 1, MAX_RANKS)

@@ -56,9 +56,9 @@ class Calls(CallCount):
 
         Args:
             method: name of the call.
-            sizes: with which it opens a window, or what it takes; alike on all ranks.  A function returns the text, and
+            sizes: text of the sizes or arguments of the call; alike on all ranks.  A function returns the text, and
                 what it raises is raised on all ranks.
-            tokens: that this rank has.
+            tokens: number of tokens of this rank.
 
         Raises:
             Mismatch: a rank makes another call, or has other sizes; names both.
@@ -186,5 +186,5 @@ class Calls(CallCount):
 
 
 def _is(number: int, words: _Words) -> bool:
-    """Return whether a rank has made the call of that number, and not yet one whose word has taken its place."""
+    """Return whether a rank has made the call of that number, and its word is not overwritten yet."""
     return words[number % KEPT_CALLS] >> _NUMBER == number

@@ -58,12 +58,12 @@ class _Routing(NamedTuple):
 
 
 class HybridEPBuffer(OverPool):
-    """Dispatch, grouped by expert and padded or not, and its combine; both can be repeated the other way for gradients.
+    """Dispatch grouped by expert, with or without padding, and combine; the backward pass of each is the other.
 
-    `num_sms_dispatch_api` and `num_sms_combine_api` limit blocks; the other settings are of deep_ep's kernels.  More
-    tokens than `max_num_of_tokens_per_rank` of any rank, and more experts for a token, take a larger window, on all
-    ranks together.  Not beside num_permuted_tokens, where nothing waits: tokens are then limited, a token may have 32
-    experts from the first call, and a window has room for eight rounds of the rows that the first call asks for.
+    `num_sms_dispatch_api` and `num_sms_combine_api` limit blocks; the other settings are of deep_ep's kernels.  All
+    ranks open a larger window together if a rank has more than `max_num_of_tokens_per_rank` tokens, or a token more
+    experts than before.  With num_permuted_tokens nothing waits, so windows do not grow: tokens are limited, a token
+    may have 32 experts, and a window has room for eight rounds of the rows that the first call asks for.
     """
 
     def __init__(

@@ -71,7 +71,7 @@ def rank_prefix_matrix(handle: Handle) -> torch.Tensor:
 
 
 def rows_up_to_rank(handle: Handle) -> torch.Tensor:
-    """int32 `[R]`: flat: rows from ranks 0 to r."""
+    """Return int32 `[R]`: number of flat rows from ranks 0 to r."""
     ids = torch.arange(handle.rounds.num_ranks, dtype=torch.int32, device=handle.plan.device)
     return ((kept(handle, "src")[:, :1] <= ids) & _valid(handle)).sum(dim=0, dtype=torch.int32)
 

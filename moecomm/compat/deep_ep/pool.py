@@ -425,13 +425,13 @@ def described(value: Any) -> str:
 
 
 def check_dimensions(argument: str, value: Any, *dimensions: str) -> None:
-    """Raise BadInput unless it is a tensor that has so many."""
+    """Raise BadInput unless a value is a tensor with these dimensions."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.ndim != len(dimensions):
         raise BadInput(argument, described(value), f"a tensor [{', '.join(dimensions)}]")
 
 
 def check_stats(stats: Any, experts: int, device: torch.device) -> None:
-    """Raise BadInput unless each local expert's tokens can be added to it."""
+    """Raise BadInput unless each local expert's tokens can be added to a tensor."""
     name = "cumulative_local_expert_recv_stats"
     check_dimensions(name, stats, "local experts")
     check_tensor(name, stats, device=device, dtypes=(torch.int32,), shape=(experts,))

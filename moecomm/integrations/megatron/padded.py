@@ -78,7 +78,7 @@ class PaddedExchange(Buffers):
         return ops.combine(y, handle, weighted=False, wire=y.dtype, grad_wire=grad_wire)
 
     def _buffer(self, x: torch.Tensor, rows: int) -> Buffer:
-        """Return a Buffer with room for `x` and `rows`.  All ranks have equally many tokens, and enlarge it together."""
+        """Return a Buffer with room for `x` and `rows`.  All ranks have as many tokens, and enlarge it together."""
         key, ranks = (x.shape[1], x.dtype, x.device), self._ranks.ranks
         tokens = max(1, len(x), -(-rows // ranks))
         buffer, room = self._buffers.get(key, (None, 0))

@@ -71,7 +71,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         return mk.FusedMoEActivationFormat.BatchedExperts
 
     def max_num_tokens_per_rank(self) -> int | None:
-        """Return the number of tokens that it was made for."""
+        """Return the most tokens of a rank, as the Buffer was opened."""
         return self._most_tokens
 
     @counted_by_pool

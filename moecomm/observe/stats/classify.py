@@ -99,7 +99,7 @@ class _Waits(NamedTuple):
 
 
 def classify(job: JobStats) -> list[Finding]:
-    """Return what stands out, the longest waits first; [] if nothing does."""
+    """Return the findings, the longest waits first."""
     found: list[Finding] = []
     if len(job.rounds) > 1:
         waits = _Waits.of(job)

@@ -136,7 +136,7 @@ def _view(file: Path) -> RankView:
 
 
 def frame(views: Sequence[RankView], now_ns: int | None = None) -> Group:
-    """Return one frame: for each Buffer what stands out, in words, then a table of its ranks.
+    """Return one frame: for each Buffer its findings in words, then a table of its ranks.
 
     The terminal cuts the end of a frame that is too tall, so the words come first.
     """
@@ -153,7 +153,7 @@ def frame(views: Sequence[RankView], now_ns: int | None = None) -> Group:
 
 
 def words(ranks: Sequence[RankView]) -> list[str]:
-    """Return what stands out among the ranks of one Buffer."""
+    """Return the findings on the ranks of one Buffer, in words."""
     missing = sorted(set(range(ranks[0].ranks)) - {view.rank for view in ranks})
     if missing:
         return [f"no counters of rank {', '.join(map(str, missing))}: its files are elsewhere, or it is gone"]

@@ -116,7 +116,7 @@ class KernelSpans:
                 self._clock.append({"clock": list(point)})
 
     def take(self) -> list[Any]:
-        """Write the records that have come, and return the lines that go with them."""
+        """Drain finished records into the file; return clock and loss lines for the step file."""
         if not self._end.alive:
             return []
         self._ring.drain()
@@ -127,7 +127,7 @@ class KernelSpans:
         return lines
 
     def end(self) -> list[Any]:
-        """Wait for the rounds so far, which have deadlines, and do the same for the last time."""
+        """Wait for the rounds so far, which have deadlines, and drain for the last time."""
         if not self._end.alive:
             return []
         lines = self.take()
