@@ -21,7 +21,7 @@ LADDER = (1, 7, 32)
 
 
 class StandIn:
-    """What CollectiveX's EPBackend gives an adapter, and what its driver asks of one, without CUDA."""
+    """Stand-in of CollectiveX's EPBackend, with the calls of its driver, without CUDA."""
 
     name = ""
     receive_layout, combine_weight_semantics = "token-rank", "unweighted-rank-sum"
@@ -77,7 +77,7 @@ def source_of(payload: torch.Tensor) -> torch.Tensor:
 
 
 def scale(expert: torch.Tensor) -> torch.Tensor:
-    """What an expert multiplies a row by."""
+    """Return the factor by which an expert multiplies a row."""
     return 0.5 + expert.double() / 8
 
 

@@ -163,7 +163,7 @@ def test_random_calls_of_single_ranks_end_as_in_a_plain_model(seed: int) -> None
 
 
 def test_a_rank_that_wants_nothing_agrees_in_its_dispatch() -> None:
-    """Whoever comes first."""
+    """Rank 0 comes late once, then rank 1."""
     idle = threading.Barrier(RANKS)
 
     def body(buffer: Buffer) -> list[set[int]]:

@@ -32,7 +32,7 @@ ENGINES = {
 
 
 class Format(NamedTuple):
-    """What layers compute in, and what rows and weights are cast to on their way."""
+    """The dtype of a layer, and the formats of rows and weights on their way."""
 
     dtype: torch.dtype
     cast: Literal["fp8", "mxfp8"] | None = None
@@ -47,7 +47,7 @@ FORMATS = {
 
 
 def values_of(w: Sequence[torch.Tensor], form: Format) -> torch.Tensor:
-    """What experts compute with, of weights as they have arrived."""
+    """Return the weights that experts compute with, from those that have arrived."""
     if form.cast is None:
         return w[0]
     data, scales = w[0], w[1].float()

@@ -127,7 +127,7 @@ def test_its_dispatcher_calls_what_there_is() -> None:
 
 
 def test_its_dispatcher_is_not_reached_by_hooks() -> None:
-    """What its dispatchers import decides whose Buffers they use; a hook around their choice comes later.
+    """The imports of its dispatchers decide whose Buffers they use; a hook around their choice comes later.
 
     Once it makes dispatchers of other packages, moecomm can come in by that: then moecomm.integrations.doors is out of
     date.

@@ -145,7 +145,7 @@ def test_bytes_of_an_expert_are_those_of_its_tensors(hidden: int, intermediate: 
 
 
 def test_memory_is_that_of_weights_and_of_the_window_in_the_documents() -> None:
-    """Of DeepSeek-V3: docs/memory.md has the windows, to a tenth of a GiB."""
+    """Compare DeepSeek-V3: docs/memory.md has the windows, to a tenth of a GiB."""
     by_ranks = {4: "1.4", 8: "1.4", 16: "1.5", 32: "1.6", 64: "1.7"}
     case = replace(DEEPSEEK, ranks=list(by_ranks), domain_ranks=64, layers=58, formats=["bf16"])
     for row in plan(case, MACHINE)["rows"]:
