@@ -425,3 +425,29 @@ def _forked(rank: int, group: Any) -> str:
 
 def test_a_forked_child_has_no_part(ranks: Ranks) -> None:
     assert ranks.run(4, _forked) == ["fine"] * 4
+
+
+def test_receivers_that_pass_other_transfers_are_told_and_switch_none() -> None:
+    source, target = Placement([[0], [], []], num_experts=1), Placement([[], [0], [0]], num_experts=1)
+    about: dict[str, Any] = {"source": source, "target": target, "dtype": torch.float32, "timeout_s": 20}
+
+    def body(group: Any) -> str:
+        first, *others = (WeightTransfer(group, {"w": (4,)}, **about) for _ in range(3))
+        for transfer in (first, *others):
+            transfer.stage({"w": torch.ones(1, 4)} if group.rank == 0 else None)
+        if group.rank == 0:
+            return ""
+        rooms = [{"w": torch.zeros(1, 4)} for _ in range(3)]
+        also = dict(zip(others, rooms[1:], strict=True))
+        with pytest.raises(Mismatch) as caught:
+            first.commit(rooms[0], also={others[group.rank - 1]: rooms[group.rank]})
+        assert caught.value.field == "also" and caught.value.rank == 2 - group.rank  # among receivers
+        with pytest.raises(Mismatch, match="also"):
+            first.commit(rooms[0], also=dict(list(also.items())[:: 1 if group.rank == 1 else -1]))
+        assert all(room["w"].sum() == 0 for room in rooms)
+        first.commit(rooms[0], also=also)
+        assert all(room["w"].sum() == 4 for room in rooms)
+        return str(caught.value.theirs)
+
+    found = all_ranks(3, body)
+    assert found[1] != found[2] and all(text.startswith("['WeightTransfer ") for text in found[1:])

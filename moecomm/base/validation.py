@@ -180,3 +180,10 @@ def check_same_device(**values: Any) -> None:
     fake = [(argument, value) for argument, value in given.items() if isinstance(value, FakeTensor)]
     if 0 < len(fake) < len(given) and not fake[0][1].fake_mode.allow_non_fake_inputs:
         raise BadInput(fake[0][0], "a FakeTensor beside real ones", "one of its kind")
+
+
+def seconds(timeout_s: Any) -> float:
+    """Return a timeout in seconds.  Raises BadInput."""
+    if not (isinstance(timeout_s, Real) and 0 < float(timeout_s) < 1e6):
+        raise BadInput("timeout_s", repr(timeout_s), "seconds, more than 0")
+    return float(timeout_s)

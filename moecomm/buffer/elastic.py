@@ -15,7 +15,7 @@ from moecomm.base.choices import BackendName
 from moecomm.base.placement import Placement, checked
 from moecomm.base.processes import memory_bytes
 from moecomm.base.protocol import MAX_HOST_RANKS
-from moecomm.base.validation import check_flag, check_integer
+from moecomm.base.validation import check_flag, check_integer, seconds
 from moecomm.errors import BadInput, PeerLost, RoundFailed, Timeout
 from moecomm.fused import forms
 from moecomm.gpu import limits
@@ -27,7 +27,7 @@ from moecomm.ranks import last_calls
 from moecomm.ranks.group import Group, Members
 from moecomm.ranks.opening import Opening, opening
 from moecomm.ranks.rendezvous import rendezvous
-from moecomm.ranks.settings import Settings, seconds, wanted_device
+from moecomm.ranks.settings import Settings, wanted_device
 from moecomm.rounds import names
 from moecomm.rounds.expert_tables import ExpertIds
 from moecomm.rounds.rounds import Origin, Rounds

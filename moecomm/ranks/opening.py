@@ -9,20 +9,21 @@ decided once: by the first rank that fails, or by the first rank that sees all r
 
 from __future__ import annotations
 
+import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 from moecomm import errors
 from moecomm.base.processes import Deaths, pid_namespace
+from moecomm.base.validation import seconds
 from moecomm.errors import Aborted, BadInput, Mismatch, MoecommError, PeerLost, RoundFailed, Timeout, Unsupported
 from moecomm.ranks import last_calls, messages, strays
 from moecomm.ranks.board import Board
 from moecomm.ranks.group import Group
 from moecomm.ranks.messages import Failed, Opened
-from moecomm.ranks.settings import seconds
 
 _OPEN = messages.pack(Opened())
 _GRACE_S = 0.25  # for the store to answer after the deadline
@@ -196,6 +197,26 @@ class Opening:
                 raise Mismatch("call", _shown(mine), _shown(label), rank)
             passed.append(record[_IDENTITY:])
         return passed
+
+    def compare(self, mine: Mapping[str, object], beside: bytes = b"") -> list[bytes]:
+        """Compare values of all ranks, by name.  Collective.
+
+        Args:
+            mine: of this rank, as errors show them: texts, numbers, and lists of these; the same names on all ranks.
+            beside: what travels with them and may differ.
+
+        Returns `beside` of all ranks, by rank.
+
+        Raises:
+            Mismatch: on every rank, with the first name whose values differ.
+            As all_gather().
+        """
+        everybody = list(map(json.loads, self.all_gather(json.dumps([mine, beside.hex()]).encode())))
+        for rank, (theirs, _) in enumerate(everybody):
+            for name, value in mine.items():
+                if theirs.get(name) != value:
+                    raise Mismatch(name, value, theirs.get(name), rank)
+        return [bytes.fromhex(passed) for _, passed in everybody]
 
     def settle(self) -> None:
         """End the block: return if the Buffer is open on all ranks, raise on all ranks if it is not.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
-import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Real
@@ -27,10 +26,10 @@ from moecomm.base.protocol import (
     told_bytes,
 )
 from moecomm.base.validation import check_dtype, is_integer
-from moecomm.errors import BadInput, Mismatch, Unsupported
+from moecomm.errors import BadInput, Unsupported
 
 if TYPE_CHECKING:
-    from moecomm.ranks.group import Rendezvous
+    from moecomm.ranks.opening import Opening
     from moecomm.ranks.session import Backend
 
 VERSION = 10  # of the protocol in csrc/protocol
@@ -38,37 +37,17 @@ MAX_FLAT_ROWS = 1 << 23
 _MOST = 1 << 31
 _MOST_HEAP = MOST_HEAP_BYTES >> 1  # bytes; extensions come on top
 _MAGIC = 0x6D6F65636F6D6D
-_WIRES = (None, *WIRES)
 # Between domains a token holds its place until its row has gone all the way.  With 256 places a dispatch of 4096 tokens
 # between two H100s took 606 us and a combine 1279 (bench/results/rings-h100-2.json), with 2496 places 297 and 582
 # (domains-h100-2.json at commit c5dad89a).
 _TRIPS = 3
 
+_NUMBERS = ("hidden", "num_experts", "topk", "max_tokens", "window_bytes", "domain_ranks", "verify_every")
+
 CAPACITY_FACTOR = 1.5
 _HOST_ROUNDS = 16
 # Bytes of one round's rows.  So much is never too much: few tokens have room for the worst case whatever is expected.
 _ROOM = 512 << 20
-
-
-def _dtype_name(index: int) -> str:
-    return str(DTYPES[index]) if 0 <= index < len(DTYPES) else "another"
-
-
-def _shown(name: str, number: int) -> str:
-    """Return a number of agree() as the caller passed it."""
-    if name == "capacity_factor":
-        return str(struct.unpack("<d", struct.pack("<q", number))[0]) if number else "None"
-    if name == "wire":
-        return str(_WIRES[number]) if 0 <= number < len(_WIRES) else "another"
-    if name == "on_timeout":
-        return ON_TIMEOUT[number] if 0 <= number < len(ON_TIMEOUT) else "another"
-    if name == "placement":
-        return f"one with the digest {number:#x}" if number else "None"
-    return _dtype_name(number) if name == "dtype" else str(number)
-
-
-def _index(words: tuple[str, ...], word: Any) -> int:
-    return words.index(word) if word in words else -1
 
 
 def wanted_device(device: Any) -> torch.device | None:
@@ -81,46 +60,12 @@ def wanted_device(device: Any) -> torch.device | None:
         raise BadInput("device", repr(device), "a device of torch") from error
 
 
-def seconds(timeout_s: Any) -> float:
-    """Return a timeout in seconds.  Raises BadInput."""
-    if not (isinstance(timeout_s, Real) and 0 < float(timeout_s) < 1e6):
-        raise BadInput("timeout_s", repr(timeout_s), "seconds, more than 0")
-    return float(timeout_s)
-
-
-def compare(
-    group: Rendezvous, numbers: Mapping[str, Any], backend: str, shown: Callable[[str, int], object], more: bytes = b""
-) -> list[bytes]:
-    """Compare numbers, by name, and the backend of all ranks.  Collective.
-
-    Args:
-        group: of the ranks.
-        numbers: of this rank, the same names on all.
-        backend: its name.
-        shown: returns a number as the caller passed it.
-        more: bytes that are not compared, as many on all ranks.
-
-    Returns:
-        `more` of all ranks.
-
-    Raises:
-        Mismatch: on every rank, with the first field in which ranks differ.
-        BadInput: at once, for a field that is no number.
-    """
-    for name, value in numbers.items():
+def check_numbers(given: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Raise BadInput for the first of these arguments that is no number that ranks could compare."""
+    for name in names:
+        value = given[name]
         if (type(value) is not int and not is_integer(value)) or not -(1 << 63) <= value < 1 << 63:
             raise BadInput(name, repr(value), "a whole number, of at most 64 bits")
-    packed = struct.Struct(f"<{len(numbers)}q16s{len(more)}s")
-    found = []
-    for rank, theirs in enumerate(group.all_gather(packed.pack(*map(int, numbers.values()), backend.encode(), more))):
-        *others, their_backend, their_more = packed.unpack(theirs)
-        for (name, ours), other in zip(numbers.items(), others, strict=True):
-            if ours != other:
-                raise Mismatch(name, shown(name, ours), shown(name, other), rank)
-        if (their_name := their_backend.rstrip(b"\0").decode(errors="replace")) != backend:
-            raise Mismatch("backend", backend, their_name, rank)
-        found.append(their_more)
-    return found
 
 
 @dataclass(frozen=True)
@@ -142,23 +87,6 @@ class Settings:
     on_timeout: OnTimeout = "raise"
     placement: Placement | None = None  # with which it opens; `num_experts` are then its slots: see named_experts
 
-    _NAMES = (
-        "magic",
-        "version",
-        "hidden",
-        "num_experts",
-        "topk",
-        "max_tokens",
-        "dtype",
-        "window_bytes",
-        "domain_ranks",
-        "wire",
-        "capacity_factor",
-        "verify_every",
-        "on_timeout",
-        "placement",
-    )
-
     def placed(self, placement: Any) -> Settings:
         """Return the settings with this placement, or None.  Rounds see slots as experts.  Raises BadInput."""
         given = checked(placement)
@@ -168,7 +96,7 @@ class Settings:
             raise BadInput("placement", repr(given), f"one of num_experts = {self.num_experts}")
         return replace(self, num_experts=given.ranks * given.slots, placement=given)
 
-    def agree(self, group: Rendezvous) -> str:
+    def agree(self, ranks: Opening) -> str:
         """Compare with the other ranks.  Collective.
 
         Returns:
@@ -178,25 +106,40 @@ class Settings:
             Mismatch: on every rank, with the first field in which ranks differ.
             BadInput: at once, for a field that is no number.
         """
-        dtype = DTYPES.index(self.dtype) if isinstance(self.dtype, torch.dtype) and self.dtype in DTYPES else -1
-        window = -1 if self.window_bytes is None else self.window_bytes
-        sizes = (self.hidden, self.num_experts, self.topk, self.max_tokens)
-        domain = self.ranks if self.domain_ranks is None else self.domain_ranks
-        others = (max(self._wire_index, 0), self._factor_bits, self.verify_every, _index(ON_TIMEOUT, self.on_timeout))
-        placement = 0 if self.placement is None else self.placement.digest
-        mine = (_MAGIC, VERSION, *sizes, dtype, window, domain, *others, placement)
-        numbers = dict(zip(self._NAMES, mine, strict=True))
-        proposals = compare(group, numbers, self.backend, _shown, secrets.token_bytes(8))
-        return proposals[0].hex()
+        return ranks.compare(self.compared(), secrets.token_bytes(8))[0].hex()
+
+    def compared(self) -> dict[str, str]:
+        """Return what ranks compare, as errors show it.  Raises BadInput for what is no number, and checks no more."""
+        is_dtype = isinstance(self.dtype, torch.dtype) and self.dtype in DTYPES
+        found: dict[str, Any] = {
+            "magic": _MAGIC,
+            "version": VERSION,
+            "hidden": self.hidden,
+            "num_experts": self.num_experts,
+            "topk": self.topk,
+            "max_tokens": self.max_tokens,
+            "dtype": self.dtype if is_dtype else "another",
+            "window_bytes": -1 if self.window_bytes is None else self.window_bytes,
+            "domain_ranks": self.ranks if self.domain_ranks is None else self.domain_ranks,
+            "wire": self.wire if self._is_wire else None,
+            "capacity_factor": self._factor,
+            "verify_every": self.verify_every,
+            "on_timeout": self.on_timeout if self.on_timeout in ON_TIMEOUT else "another",
+            "placement": "None" if self.placement is None else f"one with the digest {self.placement.digest:#x}",
+            "backend": self.backend,
+        }
+        check_numbers(found, _NUMBERS)
+        found.update(zip(_NUMBERS, map(int, map(found.__getitem__, _NUMBERS)), strict=True))
+        return dict(zip(found, map(str, found.values()), strict=True))
 
     def check(self) -> None:
         """Raise BadInput for a value that can't be used.  Called after agree(), so that all ranks raise alike."""
         check_dtype("dtype", self.dtype, DTYPES)
-        if self._wire_index < 0:
+        if not self._is_wire:
             raise BadInput("wire", repr(self.wire), "None, 'exact', 'fp8' or 'int8'")
-        if _index(ON_TIMEOUT, self.on_timeout) < 0:
+        if self.on_timeout not in ON_TIMEOUT:
             raise BadInput("on_timeout", repr(self.on_timeout), " or ".join(map(repr, ON_TIMEOUT)))
-        if self.capacity_factor is not None and self._factor_bits <= 0:
+        if self._factor is not None and math.isnan(self._factor):
             raise BadInput("capacity_factor", repr(self.capacity_factor), "a number greater than 0, or None")
         if self.verify_every < 0:
             raise BadInput("verify_every", self.verify_every, "0 for never, or a number of rounds")
@@ -469,18 +412,17 @@ class Settings:
         wide = self.hidden * self.dtype.itemsize
         return max(wide, self.hidden + self.hidden // 16) + 12 + 12 * self.topk
 
-    @cached_property
-    def _wire_index(self) -> int:
-        """The wire as ranks compare it: -1 for no word.  Arrays compare by element."""
-        is_word = self.wire is None or isinstance(self.wire, str)
-        return _WIRES.index(self.wire) if is_word and self.wire in _WIRES else -1
+    @property
+    def _is_wire(self) -> bool:
+        """Return whether the wire is None or a word of WIRES.  Arrays compare by element."""
+        return self.wire is None or (isinstance(self.wire, str) and self.wire in WIRES)
 
     @property
-    def _factor_bits(self) -> int:
-        """The capacity factor as ranks compare it: 0 for None, -1 for what is no number greater than 0."""
+    def _factor(self) -> float | None:
+        """The capacity factor; nan for what is no number greater than 0."""
         factor: Any = self.capacity_factor  # not checked yet
         if factor is None:
-            return 0
+            return None
         if isinstance(factor, bool) or not isinstance(factor, Real) or not float(factor) > 0:
-            return -1
-        return int(struct.unpack("<q", struct.pack("<d", float(factor)))[0])
+            return math.nan
+        return float(factor)

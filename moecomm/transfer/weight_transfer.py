@@ -7,7 +7,7 @@ step writes those in use.
 
 from __future__ import annotations
 
-import json
+import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,7 +21,7 @@ from moecomm.base.bound import Bound
 from moecomm.base.choices import BackendName
 from moecomm.base.placement import NONE, Placement
 from moecomm.base.protocol import MAX_HOST_RANKS
-from moecomm.base.validation import check_integer
+from moecomm.base.validation import check_integer, seconds
 from moecomm.errors import (
     Aborted,
     BadInput,
@@ -37,11 +37,9 @@ from moecomm.ranks.board import StoreBoard
 from moecomm.ranks.group import Group
 from moecomm.ranks.opening import opening
 from moecomm.ranks.rendezvous import rendezvous
-from moecomm.ranks.settings import seconds
 from moecomm.transfer.casts import Cast, checked, described, kinds_of
 from moecomm.transfer.records import Records
 from moecomm.transfer.routes import routes_of
-from moecomm.weights.exchange import compare
 from moecomm.window import Window
 
 if TYPE_CHECKING:
@@ -116,7 +114,9 @@ class WeightTransfer(Bound):
             if target.num_experts > source.num_experts:
                 raise BadInput("target", repr(target), f"a Placement of {source.num_experts} experts, as source")
             self._routes = routes_of(source, target)
-            compare(agreement, {**described(self._kinds), "source": _shown(source), "target": _shown(target)})
+            compared = {**described(self._kinds), "source": _shown(source), "target": _shown(target)}
+            identity = agreement.compare(compared, secrets.token_bytes(4))[0].hex()
+            agreement.settle()
         self.rank, self.num_ranks, self._timeout_s = ranks.rank, ranks.ranks, seconds(timeout_s)
         self._route = self._routes[ranks.rank]
         self.arrives = {name: kind.parts for name, kind in self._kinds.items()}
@@ -139,6 +139,7 @@ class WeightTransfer(Bound):
         self._receivers = self._part(ranks, receivers, f"{name}/commit/") if self._route.slots else None
         self._members = {"stage": list(range(ranks.ranks)), "commit": receivers}
         self._of = f"WeightTransfer {agreement.number} of the group"
+        self._name = f"WeightTransfer {agreement.number} ({identity})"  # of no other one, in any group
         self._staged = self._commits = 0  # number of the stage() that commit() takes; how many have been taken
         self._call = threading.Lock()
         self._caller: int | None = None  # thread of the call under way
@@ -191,7 +192,7 @@ class WeightTransfer(Bound):
 
         Raises:
             BadInput: tensors that do not fit, or nothing is staged, here or on another rank; `also` of other receivers.
-            Mismatch: ranks have staged different weights.
+            Mismatch: ranks have staged different weights, or pass other transfers in `also`, or in another order.
             Timeout, PeerLost, Aborted: as stage(), for receivers alone; ranks are numbered among receivers.
             ConcurrentCall, Closed: as stage().
         """
@@ -214,10 +215,8 @@ class WeightTransfer(Bound):
                         slots.append(part._given("into", given, part._rows[1], arriving=True))
                         if not part._staged:
                             raise BadInput("commit", "nothing to commit", "stage() first")
-                    mine = [part._staged for part, _ in parts]
-                    for rank, theirs in enumerate(map(json.loads, ranks.all_gather(json.dumps(mine).encode()))):
-                        if theirs != mine:
-                            raise Mismatch("staged", mine, theirs, rank)
+                    others, staged = [part._name for part, _ in parts[1:]], [part._staged for part, _ in parts]
+                    ranks.compare({"also": others, "staged": staged})
                     try:
                         ranks.settle()
                     except BaseException as error:

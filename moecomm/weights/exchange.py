@@ -6,7 +6,6 @@ a rank writes, all ranks come to a barrier of the Window, others read, and anoth
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +14,6 @@ from typing import Any
 import torch
 
 from moecomm.base.weak import WeakTable
-from moecomm.errors import Mismatch
-from moecomm.ranks.opening import Opening
 from moecomm.rounds.rounds import Part, Rounds
 from moecomm.window import Window
 
@@ -101,17 +98,3 @@ def shown(kinds: Mapping[str, Kind]) -> dict[str, str]:
         "shapes": ", ".join(f"{name} {list(shape)}" for name, (shape, _) in kinds.items()),
         "dtype": ", ".join(f"{name} {dtype}" for name, (_, dtype) in kinds.items()),
     }
-
-
-def compare(ranks: Opening, mine: Mapping[str, str]) -> None:
-    """Compare texts of all ranks, by argument, and end the agreement.  Collective.
-
-    Raises:
-        Mismatch: on every rank, with the first argument in which ranks differ.
-        As Opening.settle().
-    """
-    for rank, record in enumerate(ranks.all_gather(json.dumps(mine).encode())):
-        for name, theirs in json.loads(record).items():
-            if theirs != mine[name]:
-                raise Mismatch(name, mine[name], theirs, rank)
-    ranks.settle()

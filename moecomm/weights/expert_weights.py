@@ -25,7 +25,7 @@ from moecomm.membership.suspension import refuse_capture
 from moecomm.ranks.opening import opening
 from moecomm.rounds.rounds import Rounds
 from moecomm.rounds.slots import Slots
-from moecomm.weights.exchange import Exchange, Kind, SharedTensors, compare, shown
+from moecomm.weights.exchange import Exchange, Kind, SharedTensors, shown
 from moecomm.window.pace import PAUSE, Pace
 
 _RATES = 1e-3, 1e6  # GB/s
@@ -90,7 +90,8 @@ class ExpertWeights:
         members = rounds.members
         how: dict[str, Any] = {"of": "ExpertWeights", "note": "ExpertWeights()"}
         with opening(members.group, members.timeout_s, **how) as ranks:
-            compare(ranks, shown(kinds))  # copies find tensors by place
+            ranks.compare(shown(kinds))  # copies find tensors by place
+            ranks.settle()
         slots = rounds.slots.placement.slots
         try:
             self._exchange = Exchange(rounds, slots, kinds)

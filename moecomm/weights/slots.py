@@ -30,7 +30,6 @@ from moecomm.base.experts import experts_of, most_experts, owners_of
 from moecomm.base.placement import NONE
 from moecomm.errors import BadInput, MemoryReleased, Mismatch, MoecommError, Unsupported
 from moecomm.membership.suspension import agreement, refuse_capture
-from moecomm.ranks.settings import compare
 from moecomm.rounds import names
 from moecomm.rounds.rounds import Part, Rounds
 from moecomm.weights.exchange import Exchange
@@ -128,7 +127,7 @@ class Exchanges(Part):
         """Raise the error of exchanges whose digests are copied, on GPUs."""
         while self._pending and self._pending[0][1].query():  # type: ignore[no-untyped-call]
             digests, _, posted = self._pending.popleft()
-            if (error := self._error(digests.tolist(), posted)) is not None:
+            if (error := _error(digests.tolist(), posted, self._texts)) is not None:
                 self._window.raise_failure()
                 raise error
 
@@ -145,22 +144,12 @@ class Exchanges(Part):
         if kinds is None:
             return None
         if self._done is None or at_once:
-            return self._error(self._digests.tolist(), posted)
+            return _error(self._digests.tolist(), posted, self._texts)
         digests = torch.empty(len(self._places), dtype=torch.int64, device="cpu", pin_memory=True)
         digests.copy_(self._digests, non_blocking=True)
         copied = torch.cuda.current_stream(self._window.device).record_event()
         self._pending.append((digests, copied, posted))
         return None
-
-    def _error(self, digests: list[int], posted: int) -> MoecommError | None:
-        """Return the error that the digests of all ranks show, or None."""
-        if _REFUSED in digests:
-            want = "weights that it accepts: see its own error"
-            return BadInput("weights", "weights that this rank refused", want, digests.index(_REFUSED))
-        other = next((rank for rank, digest in enumerate(digests) if digest != posted), None)
-        if other is None:
-            return None
-        return Mismatch("weights", self._texts[posted], self._texts.get(digests[other], "others"), other)
 
 
 @torch.library.custom_op("moecomm::slot_weights", mutates_args=())
@@ -349,6 +338,15 @@ def _shown(kinds: _Kinds) -> str:
     return ", ".join(f"{dtype} {('E/R', *shape)}" for shape, dtype in kinds)
 
 
+def _error(digests: list[int], mine: int, texts: Mapping[int, str]) -> BadInput | Mismatch | None:
+    """Return the error that the digests of all ranks show, or None.  `texts`: of the kinds that this rank knows."""
+    if _REFUSED in digests:
+        want = "weights that it accepts: see its own error"
+        return BadInput("weights", "weights that this rank refused", want, digests.index(_REFUSED))
+    other = next((rank for rank, digest in enumerate(digests) if digest != mine), None)
+    return None if other is None else Mismatch("weights", texts[mine], texts.get(digests[other], "others"), other)
+
+
 @contextmanager
 def _exchange(rounds: Rounds, tensors: Sequence[torch.Tensor], given: Iterable[int]) -> Iterator[_Read]:
     """Let all ranks read these rows of each other's tensors.  Collective.
@@ -381,9 +379,10 @@ def _exchange_of(rounds: Rounds, tensors: Sequence[torch.Tensor]) -> tuple[Excha
             pass
     else:
         with agreement(rounds, "slot_weights") as ranks:
-            shown = {_digest(kinds): _shown(kinds)}
-            backend = rounds.settings.backend
-            compare(ranks, {"weights": _digest(kinds)}, backend, lambda _, other: shown.get(other, "others"))
+            mine = _digest(kinds)
+            everybody = [int.from_bytes(data, "little") for data in ranks.all_gather(mine.to_bytes(8, "little"))]
+            if (error := _error(everybody, mine, {mine: _shown(kinds)})) is not None:
+                raise error
             ranks.settle()
     assert rounds.placement is not None
     rows = max(len(rounds.local_experts), most_experts(rounds.placement.num_experts, rounds.num_ranks))

@@ -16,7 +16,7 @@ from moecomm.base import bound
 from moecomm.base.arrays import as_tensor, check_memory
 from moecomm.base.bound import Bound
 from moecomm.base.choices import BackendName
-from moecomm.base.validation import check_dense, check_integer, check_shape
+from moecomm.base.validation import check_dense, check_integer, check_shape, seconds
 from moecomm.errors import BadInput, Closed, ConcurrentCall, MoecommError, Unsupported
 from moecomm.ranks import last_calls
 from moecomm.ranks.collective import all_or_none
@@ -24,7 +24,7 @@ from moecomm.ranks.group import Group
 from moecomm.ranks.opening import opening
 from moecomm.ranks.peers import Peers
 from moecomm.ranks.rendezvous import rendezvous
-from moecomm.ranks.settings import seconds, wanted_device
+from moecomm.ranks.settings import wanted_device
 from moecomm.rounds import names
 from moecomm.window import failures
 from moecomm.window.calls import HostCalls, WindowCalls

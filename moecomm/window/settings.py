@@ -9,8 +9,8 @@ from moecomm import _native
 from moecomm.base.processes import memory_bytes
 from moecomm.base.protocol import MAX_HOST_RANKS, MAX_RANKS
 from moecomm.errors import BadInput
-from moecomm.ranks.group import Rendezvous
-from moecomm.ranks.settings import compare
+from moecomm.ranks.opening import Opening
+from moecomm.ranks.settings import check_numbers
 
 VERSION = 2  # of the layout in csrc/window/window.h
 MAX_SIGNALS = _native.constants()["max_signals"]
@@ -28,16 +28,17 @@ class WindowSettings:
     torch_memory: bool  # adopted from torch's symmetric memory, or allocated there
     backend: str
 
-    def agree(self, group: Rendezvous) -> None:
+    def agree(self, ranks: Opening) -> None:
         """Compare with the other ranks.  Collective.
 
         Raises:
             Mismatch: on every rank, with the first field in which ranks differ.
             BadInput: at once, for a field that is no number.
         """
-        memory = int(self.torch_memory)
-        numbers = {"version": VERSION, "memory": memory, "nbytes": self.nbytes, "signals": self.signals}
-        compare(group, numbers, self.backend, lambda name, of: _MEMORY[bool(of)] if name == "memory" else of)
+        sizes: dict[str, Any] = {"nbytes": self.nbytes, "signals": self.signals}
+        check_numbers(sizes, sizes)
+        numbers = dict(zip(sizes, map(int, sizes.values()), strict=True))
+        ranks.compare({"version": VERSION, "memory": _MEMORY[self.torch_memory], **numbers, "backend": self.backend})
 
     def check(self) -> None:
         """Raise BadInput for a value that can't be used.  Called after agree(), so that all ranks raise alike."""
