@@ -6,7 +6,10 @@ Settings of openings are in test_processes.py, operators of moecomm.overlap in o
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,11 +20,13 @@ from moecomm import ExpertWeights, Mismatch, Placement, fused, ops
 from moecomm.combine import options as combining
 from moecomm.dispatch import options as dispatching
 from moecomm.fused import options as layers
+from moecomm.ranks.settings import Settings
 from moecomm.rounds import signature
 
 from .backends.conftest import run_ranks
 from .conftest import Ranks
 
+PAGE = Path(__file__).parents[1] / "docs/maintainers/what_ranks_compare.md"
 T, K, E, HIDDEN, INNER = 4, 2, 4, 128, 32
 SIZES: dict[str, Any] = {"hidden": HIDDEN, "num_experts": E, "topk": K, "max_tokens": 8, "device": "cpu"}
 X = torch.linspace(-1, 1, T * HIDDEN).view(T, HIDDEN).bfloat16()
@@ -316,6 +321,62 @@ def test_each_option_says_whether_ranks_compare_it() -> None:
         assert names - options.NOT_COMPARED <= names_of(cases), call
         assert names & per_rank <= names_of(PER_RANK[call]), call
     assert {"fused moe", "moe"} <= set(signature.DISPATCHES)
+
+
+def tables() -> dict[str, dict[str, str]]:
+    """Return how ranks compare each argument, by call, as the page for maintainers says it."""
+    found: dict[str, dict[str, str]] = {}
+    for section in PAGE.read_text().split("\n## `")[1:]:
+        call, _, text = section.partition("`\n")
+        rows = re.findall(r"^\| (`.*?) \| ([a-z ]+) \|", text, re.MULTILINE)
+        said = [(name, way) for names, way in rows for name in re.findall(r"`(\w+)`", names)]
+        assert len(said) == len(dict(said)), f"{call} has an argument twice"
+        found[call] = dict(said)
+    return found
+
+
+def collective_calls() -> dict[str, Callable[..., Any]]:
+    """Return those with arguments, by name: the docstring of a call says that it is collective."""
+    owners = moecomm.Buffer, ExpertWeights, moecomm.transfer.WeightTransfer, moecomm.Window
+    found: dict[str, Any] = {f"moecomm.ops.{name}": getattr(ops, name) for name in ops.__all__ if name.islower()}
+    for owner in owners:
+        name = f"moecomm.transfer.{owner.__name__}" if owner is owners[2] else f"moecomm.{owner.__name__}"
+        found[name] = owner
+        for nth, call in vars(owner).items():
+            if inspect.isfunction(call) and re.search(r"\bCollective\b", call.__doc__ or ""):
+                found[f"{name}.{nth}"] = call
+    return {name: call for name, call in found.items() if arguments_of(call)}
+
+
+def arguments_of(call: Callable[..., Any]) -> set[str]:
+    return set(inspect.signature(call).parameters) - {"self"}
+
+
+def test_the_page_has_each_argument_of_each_collective_call() -> None:
+    said = tables()
+    assert said.keys() == collective_calls().keys()
+    for name, call in collective_calls().items():
+        assert said[name].keys() == arguments_of(call), name
+    ways = set(re.findall(r"^\| ([a-z][a-z ]+) \|", PAGE.read_text().partition("\n## ")[0], re.MULTILINE)) - {"by"}
+    assert {way for table in said.values() for way in table.values()} == ways
+
+
+def test_the_page_says_what_the_cases_of_this_file_show() -> None:
+    said = tables()
+    for options, cases, call in (
+        (dispatching, DISPATCHES, "dispatch"),
+        (combining, COMBINES, "combine"),
+        (layers, LAYERS, "moe"),
+    ):
+        table = said[f"moecomm.Buffer.{call}"]
+        of_rank = {name for name, way in table.items() if way == "nothing"}
+        per_rank = options.NOT_COMPARED | getattr(options, "OF_EXPERTS", set())
+        assert of_rank & set(options.Options._fields) == per_rank
+        assert of_rank >= PER_RANK[call].keys() and not of_rank & names_of(cases)
+    of_operators = said["moecomm.ops.dispatch"]
+    assert {of_operators[name] for name in names_of(OPERATORS) if name in of_operators} == {"header"}
+    settings = Settings(2, HIDDEN, E, K, 8, torch.bfloat16, "host", None).compared().keys() - {"magic", "version"}
+    assert {name for name, way in said["moecomm.Buffer"].items() if way == "opening"} == settings
 
 
 W: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {

@@ -125,7 +125,7 @@ class ExpertWeights:
         return tensors[name].of(self._rounds.rank)
 
     def prefetch(self, target: Placement, *, max_gbs: float | None = None) -> Placement:
-        """Start to copy the experts that a placement has in other slots, and return what commit() sets.
+        """Start to copy the experts that a placement has in other slots, and return what commit() sets.  Collective.
 
         That is `target` but for the order of a rank's slots, where ranks have empty slots enough; else a step towards
         it: experts that are needed no more are gone, and as many new ones are there as found an empty slot.  GPUs copy
@@ -164,7 +164,7 @@ class ExpertWeights:
         return after
 
     def commit(self) -> None:
-        """Let all ranks follow the placement of the last prefetch() from the next round on: Buffer.set_placement().
+        """Let all ranks follow the placement of the last prefetch() from the next round on.  Collective.
 
         Waits for no rank and no round, but for copies of this rank that have not come yet.  GPUs: make some rounds
         between prefetch() and commit(), or the rounds that are enqueued may end during this wait.

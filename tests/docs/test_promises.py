@@ -62,7 +62,10 @@ def runs_with(source: str, marker: str) -> bool:
     return not re.search(r"pytest\.mark\.(long|sanitized)\b", source)
 
 
-_INTERNALS = ("architecture", "adding_an_option", "adding_a_weight_format", "fused_kernels", "kernels")
+_INTERNALS = (
+    *("architecture", "adding_an_option", "adding_a_weight_format", "fused_kernels", "kernels"),
+    "what_ranks_compare",
+)
 
 
 @pytest.mark.parametrize(
