@@ -10,8 +10,8 @@ from rich.table import Table
 
 from moecomm.tools.fitted import new_table, show_table
 from moecomm_bench import beside, proxy_times, replay
-from moecomm_bench.times_table import show_times
 
+_PARTS = ("p50", "p90", "p99")
 _WIDE = 132  # columns of a table in a file or a pipe
 
 
@@ -57,7 +57,40 @@ def show_dispatch_combine(result: dict[str, Any], out: Console) -> None:
             out.print(f"{row['tokens']} tokens, {row['who']} {row['what']}: {row['why']}", style="dim", markup=False)
     for why in dict.fromkeys(row["overlap"]["why"] for row in result["rows"] if "why" in row.get("overlap", {})):
         out.print(f"no matmul beside operations: {why}", style="dim", markup=False)
-    show_times(result, out)
+    _show_times(result, out)
+
+
+def _show_times(result: dict[str, Any], out: Console) -> None:
+    """Print the times of rows that have those of single calls; nothing without any."""
+    if why := result.get("alone", {}).get("why"):
+        out.print(f"no single calls: {why}", style="dim", markup=False)
+    rows = [row for row in result["rows"] if "alone_us" in row]
+    if not rows:
+        return
+    single, graph = result["alone"], result["case"]["mode"] == "graph"
+    floor = ""
+    if single["floor_us"] is not None:
+        floor = f"; no work at all takes {single['floor_us']['p50']:.2f} us, the clock steps by {single['step_ns']} ns"
+    out.print(
+        f"alone: {single['calls']} single calls, caches flushed, ranks start together{floor}; period: of many in a "
+        f"{'graph' if graph else 'row'}",
+        highlight=False,
+    )
+    table = new_table(
+        ("tokens", "by", "operation"),
+        ("alone p50", "p90", "p99 us", "period p50", "p90", "p99 us", "eager p50", "p99 us", "host us"),
+    )
+    for row in rows:
+        about = (row.get(key) for key in ("model", "layout", "what", "payload", "variant"))
+        what = " ".join(filter(None, about))
+        eager = row.get("eager_us", {} if graph else row["us"])
+        table.add_row(
+            *(str(row["tokens"]), row["who"], what),
+            *(f"{row[name][part]:.1f}" for name in ("alone_us", "us") for part in _PARTS),
+            *(f"{eager[part]:.1f}" if eager else "" for part in ("p50", "p99")),
+            "" if row["host_us"] is None else f"{row['host_us']:.1f}",
+        )
+    show_table(table, out)
 
 
 def _mode(case: dict[str, Any]) -> str:
@@ -247,7 +280,7 @@ def show_moe(result: dict[str, Any], out: Console) -> None:
     for row in result["rows"]:
         if "why" in row:
             out.print(f"{row['tokens']} tokens, {row['who']} {row['what']}: {row['why']}", style="dim", markup=False)
-    show_times(result, out)
+    _show_times(result, out)
 
 
 def show_deep_ep_layer(result: dict[str, Any], out: Console) -> None:
