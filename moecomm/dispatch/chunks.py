@@ -97,7 +97,7 @@ def _typed(rows: dict[str, torch.Tensor | None], like: DispatchPlan) -> dict[str
     return {"x": x.view(like.x_dtype), "scales": typed}
 
 
-class _Arrived(NamedTuple):
+class _CopiedChunk(NamedTuple):
     """A chunk that has arrived, copied out of the window."""
 
     tokens: slice  # of this rank
@@ -225,7 +225,7 @@ def group_of_rows(layout: Layout, counts: torch.Tensor, rows: int, each: int) ->
     return held, torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
 
 
-def _copied(routed: Routed, tokens: slice) -> _Arrived:
+def _copied(routed: Routed, tokens: slice) -> _CopiedChunk:
     plan, made = routed.plan, routed.handle
     shape = plan.rows_shape(routed.args)
     rows, group = group_of_rows(plan.layout, routed.tokens_per_expert, int(routed.num_rows), shape[-1])
@@ -235,10 +235,10 @@ def _copied(routed: Routed, tokens: slice) -> _Arrived:
     src = _take(routed.src, rows, len(shape))
     assert src is not None
     tables, per_expert = tables_of(routed).clone(), routed.tokens_per_expert.clone()
-    return _Arrived(tokens, over(tables, made), tensors, per_expert, rows, group, src, sent[:, 0].clone())
+    return _CopiedChunk(tokens, over(tables, made), tensors, per_expert, rows, group, src, sent[:, 0].clone())
 
 
-def _whole(rounds: Rounds, options: Options, arrived: list[_Arrived], tokens: int) -> Routed:
+def _whole(rounds: Rounds, options: Options, arrived: list[_CopiedChunk], tokens: int) -> Routed:
     plan, layout, ranks = arrived[0].handle.plan, options.layout, rounds.num_ranks
     sources = [chunk.src[:, 0].long() for chunk in arrived]
     groups = 1 if layout == "flat" else plan.local_experts

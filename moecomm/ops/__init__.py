@@ -209,7 +209,7 @@ def dispatch(
 
     def one(
         x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor | None, alignment: int, first_token: int | None
-    ) -> chunks.Arrived:
+    ) -> chunks.Outputs:
         room = -1 if max_rows is None else max_rows
         wanted = rounds.wanted_gradients(x, weights)
         about = (name, layout, alignment, room, bool(zero_padding), num_sms, first_token, wanted, layer)
@@ -220,7 +220,7 @@ def dispatch(
         handle = Handle(memory, None if flat else row_weights, *route, graph, layer)
         ids = local_idx if flat else None
         shown = None if dequantize or scales.ndim == 1 else scales
-        return chunks.Arrived(rows, tokens_per_expert, num_rows, src, row_weights, ids, handle, shown)
+        return chunks.Outputs(rows, tokens_per_expert, num_rows, src, row_weights, ids, handle, shown)
 
     whole = (x, topk_idx, weights, expert_alignment, None)
     if max_rows is not None or overflow in ("drop", "error") or (owner := _waiting(name, overflow)) is None:
@@ -228,7 +228,7 @@ def dispatch(
 
     def waiting(
         x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor | None, alignment: int, first_token: int | None
-    ) -> chunks.Arrived:
+    ) -> chunks.Outputs:
         arrived = one(x, topk_idx, weights, alignment, first_token)
         if not owner.on_cpu:
             owner.check()  # there the call above raises no error of its round
@@ -572,7 +572,7 @@ def _waiting(name: str, overflow: Overflow | None) -> Rounds | None:
     return owner if overflow == "chunks" or owner.on_cpu else None
 
 
-def _dispatched(arrived: chunks.Arrived, dropped: torch.Tensor | None = None) -> Dispatched:
+def _dispatched(arrived: chunks.Outputs, dropped: torch.Tensor | None = None) -> Dispatched:
     flat = arrived.topk_idx is not None
     return Dispatched(
         arrived.x,

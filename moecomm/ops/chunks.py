@@ -18,7 +18,7 @@ from moecomm.ops.handles import Handle
 from moecomm.rounds import names
 
 
-class Arrived(NamedTuple):
+class Outputs(NamedTuple):
     """The outputs of one round, or of several: fields of moecomm.ops.Dispatched."""
 
     x: torch.Tensor
@@ -52,8 +52,8 @@ def dispatch(
     layout: Layout,
     alignment: int,
     given: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
-    one: Callable[..., Arrived],
-) -> Arrived:
+    one: Callable[..., Outputs],
+) -> Outputs:
     """Dispatch tokens in as many rounds as it takes.
 
     Args:
@@ -65,7 +65,7 @@ def dispatch(
     owner, tokens = names.find(buffer), len(given[0])
     ranks = owner.num_ranks
 
-    def some(span: slice) -> Arrived:
+    def some(span: slice) -> Outputs:
         return one(*(None if tensor is None else tensor[span] for tensor in given), first_token=span.start)
 
     done = list(in_parts(tokens, owner.max_tokens, some))
@@ -102,7 +102,7 @@ def dispatch(
         Chunk(span, part.handle, tuple(part.src.shape[:-1]), held, places)
         for (span, part), held, places in zip(done, rows, where.places, strict=True)
     )
-    return Arrived(
+    return Outputs(
         of_rows([part.x for part in parts]),
         torch.stack([part.tokens_per_expert for part in parts]).sum(0, dtype=torch.int32),
         where.num_rows,

@@ -21,7 +21,7 @@ _LIBRARIES = {"cuda": "nccl"}  # whose collectives are used, by kind of device
 Part = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a tensor
 
 
-class Exchange(Protocol):
+class UnfusedExchange(Protocol):
     """Plans of exchanges, the same on all ranks, R of them.  Tensors are contiguous."""
 
     num_ranks: int

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from moecomm.fused.fp8 import Fp8
-from moecomm.overlap.exchanges import Exchange, Part
+from moecomm.overlap.exchanges import Part, UnfusedExchange
 from moecomm.overlap.local import bag_sums, product
 from moecomm.overlap.plans import Operators
 from moecomm.overlap.sizes import GROUP, Matrix, Sizes
@@ -23,7 +23,7 @@ class UnfusedExecutor(Operators):
     """
 
     def __init__(
-        self, exchange: Exchange, all_reduce: Callable[[torch.Tensor], torch.Tensor | None] | None = None
+        self, exchange: UnfusedExchange, all_reduce: Callable[[torch.Tensor], torch.Tensor | None] | None = None
     ) -> None:
         self._exchange, self._all_reduce = exchange, all_reduce
         self.num_ranks = exchange.num_ranks
