@@ -171,7 +171,7 @@ setup(
         "moecomm": ["py.typed", "*.pyi"],
         "moecomm.buffer": ["*.pyi"],
         "moecomm_bench.simulate": ["*.json"],
-        "moecomm.tuning": ["*.json"],
+        "moecomm.gpu.tuning": ["*.json"],
         **{package: ["*.h", "*.cuh", "*.cu"] for package in HEADERS},  # shims may be compiled later
     },
     ext_modules=[native],

@@ -22,6 +22,7 @@ from __future__ import annotations
 import ast
 import gc
 import hashlib
+import importlib
 import importlib.util
 import itertools
 import json
@@ -44,10 +45,11 @@ NOTED = Path(__file__).with_suffix(".json")  # {commit: {"launches", "kernels" a
 FEW = " of few tokens"
 CASTING = "combine that casts"  # see equal_kernels.CASTS
 _MULTIPROCESSORS = 132
-_GPU = ""  # of no table: that of moecomm.tuning.DEFAULT_GPU
+_GPU = ""  # of no table: that of moecomm.gpu.tuning.DEFAULT_GPU
 _TOKENS = {FEW: (1, 128), "": (4096,)}
 _TABLE_TOKENS = {FEW: (1, 8, 16, 32, 64, 128), "": (1024, 2048, 4096, 8192)}
-_TABLE = Path("moecomm", "tuning", "h200.json")  # the shipped table, which holds for GPUs without one of their own
+# The shipped table, which holds for GPUs without one of their own: here, and where earlier commits have it.
+_TABLES = (Path("moecomm", "gpu", "tuning", "h200.json"), Path("moecomm", "tuning", "h200.json"))
 _ALL_TOKENS = {FEW: tuple(2**n for n in range(8)), "": tuple(2**n for n in range(8, 14))}
 # What kernels of two domains put through, and their part.  Ranks that NVSHMEM was measured with share memory.
 _WAYS = (("nic", "rounds by NIC"), ("gin_proxy", "rounds by gin"), ("puts", "rounds by nvshmem"))
@@ -78,6 +80,14 @@ def _hashed(found: Iterable[tuple[str, str]]) -> dict[str, str]:
     return {part: hashlib.sha256("\n".join(found).encode()).hexdigest()[:12] for part, found in texts.items()}
 
 
+def _tuning() -> Any:
+    """Return moecomm.gpu.tuning, which earlier commits have as moecomm.tuning."""
+    try:
+        return importlib.import_module("moecomm.gpu.tuning")
+    except ImportError:
+        return importlib.import_module("moecomm.tuning")
+
+
 def _source(spec: Any) -> str:
     """Return the source of a kernel, without fields that are younger than digests of results and off in them."""
     from moecomm.gpu import jit
@@ -87,10 +97,10 @@ def _source(spec: Any) -> str:
 
 def _rounds() -> Iterator[tuple[str, str]]:
     """Yield parts, and kernels or blocks of rounds in one domain."""
-    from moecomm import tuning
     from moecomm.backends.lsa_kernels import cluster
     from tests.gpu.compile_rounds import kernels
 
+    tuning = _tuning()
     for ranks, (few, sizes) in itertools.product((2, 4, 8), _TOKENS.items()):
         for tokens in sizes:
             for spec in kernels(ranks, "lsa", tokens):
@@ -104,12 +114,12 @@ def _casts() -> Iterator[tuple[str, str]]:
     """Yield the part of combines whose sums are cast, and their kernels and blocks."""
     import torch
 
-    from moecomm import tuning
     from moecomm.backends.lsa_kernels import combine_spec
     from moecomm.router import MODELS
     from moecomm.testing.prepare import prepare_combine, prepare_dispatch
     from tests.gpu.compile_models import opened
 
+    tuning = _tuning()
     for ranks, tokens in itertools.product((2, 4), (128, 8192)):
         with opened(MODELS["deepseek-v3"], ranks, tokens) as buffer:
             x = torch.zeros(tokens, buffer.hidden, dtype=torch.bfloat16)
@@ -125,10 +135,10 @@ def _casts() -> Iterator[tuple[str, str]]:
 
 def _between_domains() -> Iterator[tuple[str, str]]:
     """Yield parts, and kernels or blocks of rounds between two domains, by what they put through and by ranks."""
-    from moecomm import tuning
     from moecomm.backends.lsa_kernels import scaleout_blocks
     from tests.gpu.compile_rounds import kernels
 
+    tuning = _tuning()
     for ranks, (way, part), tokens in itertools.product((2, 4, 8), (("puts", ""), *_WAYS), (128, 4096)):
         for spec in kernels(ranks, way, tokens):
             yield f"{part or f'{spec.op} between domains'}, {ranks} ranks", _source(spec)
@@ -261,8 +271,8 @@ KINDS = {
 
 def of_table(text: str) -> dict[str, str]:
     """Return digests of what a tuning table decides, by part; "forms" is whether layers run fused by default."""
-    from moecomm import tuning
 
+    tuning = _tuning()
     with tuning.use(tuning.parse(text)):
         return _hashed(_decided())
 
@@ -270,16 +280,16 @@ def of_table(text: str) -> dict[str, str]:
 @lru_cache(maxsize=1)
 def decided() -> dict[str, str]:
     """Return the digests of what today's table decides."""
-    return of_table((ROOT / _TABLE).read_text())
+    return of_table((ROOT / _TABLES[0]).read_text())
 
 
 def _decided() -> Iterator[tuple[str, str]]:
     import torch
 
-    from moecomm import tuning
     from moecomm.fused import schedules
     from moecomm.router import MODELS
 
+    tuning = _tuning()
     bf16, fp8 = ((torch.bfloat16, schedules.SCHEDULES), (torch.float8_e4m3fn, schedules.FP8_SCHEDULES))
     for few, sizes in _ALL_TOKENS.items():
         for op, layout, ranks, tokens in itertools.product(tuning.OPS, tuning.LAYOUTS, (2, 4, 8), sizes):
@@ -335,7 +345,8 @@ def of_commit(commit: str) -> dict[str, dict[str, str]]:
                 shutil.copy(built, tree / "moecomm")
             launched = {part: digest for kind in KINDS for part, digest in _in(tree, kind).items()}
             kernels = sources.digests(tree / "csrc")
-            decided = of_table((tree / _TABLE).read_text()) if (tree / _TABLE).exists() else {}
+            table = next((tree / path for path in _TABLES if (tree / path).exists()), None)
+            decided = {} if table is None else of_table(table.read_text())
         finally:
             subprocess.run(["git", "-C", str(ROOT), "worktree", "remove", "--force", str(tree)], check=True)
     younger = {part: kernels[part] for part in sources.YOUNGER if part in kernels}

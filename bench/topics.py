@@ -743,8 +743,8 @@ TOPICS = (
     ),
     Topic(
         "Whole operations by layout",
-        "Many tokens, blocks as the table of `moecomm.tuning` says.  Rows of `expert` are summed before they travel, "
-        "in the type of `wire`.  Caches flushed: the time of the flush is subtracted.  "
+        "Many tokens, blocks as the table of `moecomm.gpu.tuning` says.  Rows of `expert` are summed before they "
+        "travel, in the type of `wire`.  Caches flushed: the time of the flush is subtracted.  "
         "The picture is a sweep over tokens of `flat`.",
         (
             "times-many-h200-4 ht-h200-4 layouts-h200-4 qwen3-h200-4 cold-h100-4 cold-h200-2 rounds-h100-2 "

@@ -46,7 +46,7 @@ class RoundsCase:
     tokens: list[int]  # of each rank
     layouts: list[str]
     payloads: list[str]  # of dispatch: names of PAYLOADS
-    sms: list[int]  # 0: from the table of moecomm.tuning
+    sms: list[int]  # 0: from the table of moecomm.gpu.tuning
     mode: str  # graph or eager
     cold: bool = False  # caches flushed before each operation; else chained
     skew: float = 0.0  # fraction of the tokens that want experts of rank 0 only

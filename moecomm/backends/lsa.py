@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moecomm import _native, tuning
+from moecomm import _native
 from moecomm.backends import between_rounds, emulated_nic, gpu_counters, gpu_peers, windows
 from moecomm.backends.gpu_counters import GpuCounters
 from moecomm.backends.gpu_masks import GpuMasks
@@ -27,7 +27,7 @@ from moecomm.backends.reach import Reach
 from moecomm.backends.windows.extensions import Extensions
 from moecomm.base import packets
 from moecomm.base.protocol import MAX_BLOCKS, MAX_CHUNK, REPLICATED
-from moecomm.gpu import cuda_driver, expert_table, plain_kernel
+from moecomm.gpu import cuda_driver, expert_table, plain_kernel, tuning
 from moecomm.ranks.collective import all_or_none
 from moecomm.ranks.group import Rendezvous
 from moecomm.ranks.pages import EXTENSIONS

@@ -2,7 +2,7 @@
 
 The first layer of a kind measures both forms, and all ranks take the same one.  Rank 0 keeps it in the user's tuning
 table.  When a Buffer opens, the table of rank 0 says which forms are known.  Where nothing has been measured, bounds in
-the tables decide (moecomm/tuning/layers.py).
+the tables decide (moecomm/gpu/tuning/layers.py).
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 import torch
 
 import moecomm
-from moecomm import tuning
 from moecomm.errors import BadInput, PeerLost, Timeout, TooManyRows, Unsupported
 from moecomm.fused.weight_format import WeightFormat
+from moecomm.gpu import tuning
+from moecomm.gpu.tuning.layers import Form, Kind
+from moecomm.gpu.tuning.measured import Call, Clock, fastest, in_ns, rounded_up, time_forms
 from moecomm.membership.suspension import agreement
 from moecomm.ranks import messages
 from moecomm.ranks.opening import Opening
 from moecomm.ranks.settings import Settings
 from moecomm.rounds.rounds import Rounds
-from moecomm.tuning.layers import Form, Kind
-from moecomm.tuning.measured import Call, Clock, fastest, in_ns, rounded_up, time_forms
 
 log = logging.getLogger("moecomm")
 

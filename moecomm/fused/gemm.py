@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, overload
 
 import torch
 
-from moecomm import _native, tuning
+from moecomm import _native
 from moecomm.base.arrays import note_written
 from moecomm.base.choices import Activation, Quantize
 from moecomm.base.known import Known
@@ -24,7 +24,7 @@ from moecomm.fused.operands import Operands, check_counts, check_operands, resul
 from moecomm.fused.schedules import BAND, FP8_BAND, Schedule, block_columns
 from moecomm.fused.weight_format import PLAIN, parts
 from moecomm.fused.weights import GRANULARITY
-from moecomm.gpu import cuda_driver
+from moecomm.gpu import cuda_driver, tuning
 from moecomm.gpu.plain_kernel import enqueue
 from moecomm.gpu.structs import struct
 

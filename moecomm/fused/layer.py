@@ -30,9 +30,9 @@ from moecomm.fused.formats import as_weights, format_of_both
 from moecomm.fused.options import Options, Request
 from moecomm.fused.pipeline import DispatchCall, Fused, Pipeline, Unfused
 from moecomm.fused.weight_format import WeightFormat, parts
+from moecomm.gpu.tuning.layers import Kind
 from moecomm.rounds.rounds import Rounds
 from moecomm.rounds.state import collective, several_rounds
-from moecomm.tuning.layers import Kind
 from moecomm.weights.copies import copies_of
 
 

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import torch
 
-from moecomm import tuning
 from moecomm.dispatch.reference import GROUP
 from moecomm.fused import compute, gemm, kernels, schedules
 from moecomm.fused.kernels import PLAIN, Epilogue, publish_kernel, reduce_kernel, row_pitch
 from moecomm.fused.schedules import Schedule
+from moecomm.gpu import tuning
 from moecomm.gpu.plain_kernel import PlainKernel
 from moecomm.ranks.settings import Settings
 

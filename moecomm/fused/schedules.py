@@ -1,11 +1,11 @@
 """Schedules of the grouped GEMM: tile sizes, stages and clusters, and their choice by shape.
 
-Rules choose a schedule: those of the GPU's tuning table (moecomm/tuning). The rules shipped for the H200 are fitted to
+Rules choose a schedule: those of the GPU's tuning table (moecomm/gpu/tuning). The rules for the H200 are fitted to
 bench/results, and tests/fused/test_schedules.py checks how well. The fit is measured; these reasons are inferred:
 
 - Up to 40 rows one tile holds nearly every group. At 64 rows half of the groups need two tiles, which load the same
   weights twice: 64x8c2 is a fifth slower there. In a row of an odd number of tiles a cluster of two has an idle block.
-- Few groups with few tiles run in whole waves (moecomm/tuning/gemms.py).
+- Few groups with few tiles run in whole waves (moecomm/gpu/tuning/gemms.py).
 - Up to 192 rows clusters of two are best where all tiles run at once. Else single blocks are: row tiles of a group are
   neighbors in the order of tiles, and load the same weights at the same time. Groups of about 128 rows are an
   exception: some are larger, and with 1 to 4 waves a second tile a group adds a wave, so tiles have 256 rows.
@@ -29,10 +29,10 @@ from functools import lru_cache
 
 import torch
 
-from moecomm import tuning
 from moecomm.base.validation import check_flag, check_integer, check_sizes
 from moecomm.errors import BadInput
-from moecomm.tuning.gemms import Rule, Shape, first_match
+from moecomm.gpu import tuning
+from moecomm.gpu.tuning.gemms import Rule, Shape, first_match
 
 BLOCK_COLUMNS = 128  # GemmConfig::block_columns of csrc/gemm/config.cuh; e4m3 has twice as many
 # Row tiles of a band (csrc/gemm/tiles.h).  66 pairs of blocks on 132 multiprocessors work on 8 by 8.25 tiles of 256

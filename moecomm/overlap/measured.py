@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from moecomm.errors import BadInput, MoecommError, Timeout, Unsupported
+from moecomm.gpu.tuning.measured import Call, Clock, fastest, in_ns, rounded_up, time_forms
 from moecomm.overlap.agreement import OPERATORS, WORDS, FirstCalls, compared_names
 from moecomm.overlap.sizes import Sizes
-from moecomm.tuning.measured import Call, Clock, fastest, in_ns, rounded_up, time_forms
 from moecomm.window import Window
 
 _LOOK_S = 1e-4  # between two looks at the device

@@ -12,6 +12,7 @@ from moecomm.base.arrays import window_tensor
 from moecomm.base.bound import Bound
 from moecomm.base.experts import experts_of
 from moecomm.base.placement import Placement
+from moecomm.gpu.tuning.layers import Kind
 from moecomm.ranks.session import RowTables, Session
 from moecomm.ranks.settings import Settings
 from moecomm.rounds.expert_tables import ExpertIds, ExpertNames, LiveExperts
@@ -21,7 +22,6 @@ from moecomm.rounds.sampling import Sampling
 from moecomm.rounds.slots import Slots
 from moecomm.rounds.spans import span
 from moecomm.rounds.state import RoundState, collective
-from moecomm.tuning.layers import Kind
 
 _Part = TypeVar("_Part", bound="Part")
 

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import torch
 
-from moecomm import backends, config, shims, tuning
+from moecomm import backends, config, shims
 from moecomm.backends import gin, nic
 from moecomm.errors import Unsupported
-from moecomm.gpu import linking, loader
+from moecomm.gpu import linking, loader, tuning
 from moecomm.integrations import doors
 from moecomm.tools.few_tokens import FewTokens, few_tokens, lines
 

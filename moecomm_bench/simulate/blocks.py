@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from moecomm import tuning
 from moecomm.backends.lsa_kernels import scaleout_blocks
+from moecomm.gpu import tuning
 from moecomm_bench.simulate.domain import Operation
 
 

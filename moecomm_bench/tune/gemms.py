@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from moecomm import tuning
 from moecomm.errors import BadInput
+from moecomm.gpu import tuning
+from moecomm.gpu.tuning.gemms import HEIGHTS, Rule, of_measured
 from moecomm.router import Model
 from moecomm.tools.progress import progress
-from moecomm.tuning.gemms import HEIGHTS, Rule, of_measured
 from moecomm_bench import gemm, results
 from moecomm_bench.ranks import need_gpu
 from moecomm_bench.tune import tables

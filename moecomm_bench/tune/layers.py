@@ -8,10 +8,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from moecomm import tuning
 from moecomm.errors import Unsupported
+from moecomm.gpu import tuning
+from moecomm.gpu.tuning.layers import TOLERANCE, Bounds, Measured, of_measured
 from moecomm.router import Model
-from moecomm.tuning.layers import TOLERANCE, Bounds, Measured, of_measured
 from moecomm_bench import moe, results
 from moecomm_bench.ranks import device_of, on_ranks
 from moecomm_bench.tune import tables
@@ -83,6 +83,6 @@ def layers_of(ranks: int, models: list[Model], rows: list[dict[str, Any]]) -> di
 
 
 def choose(ranks: int, models: list[Model], rows: list[dict[str, Any]], tolerance: float = TOLERANCE) -> list[Bounds]:
-    """Choose the bounds of each dtype that was measured; see layers_of and moecomm.tuning.layers.of_measured."""
+    """Choose the bounds of each dtype that was measured; see layers_of and moecomm.gpu.tuning.layers.of_measured."""
     measured = layers_of(ranks, models, rows)
     return [of_measured(dtype, ranks, layers, tolerance) for dtype, layers in measured.items() if layers]

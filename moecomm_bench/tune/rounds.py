@@ -8,9 +8,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from moecomm import tuning
 from moecomm.base.protocol import MAX_BLOCKS
 from moecomm.errors import BadInput
+from moecomm.gpu import tuning
 from moecomm.tools.progress import progress
 from moecomm_bench import results
 from moecomm_bench.case import RoundsCase

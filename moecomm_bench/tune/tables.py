@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from moecomm import tuning
 from moecomm.base import trusted_files
 from moecomm.base.documents import opened
 from moecomm.base.trusted_files import Access
 from moecomm.config import cache_dir
 from moecomm.errors import BadInput
-from moecomm.tuning import Table
-from moecomm.tuning.gemms import Rule
+from moecomm.gpu import tuning
+from moecomm.gpu.tuning import Table
+from moecomm.gpu.tuning.gemms import Rule
 from moecomm_bench import results
 
 

@@ -15,14 +15,14 @@ import pytest
 import torch
 
 import moecomm
-from moecomm import _native, backends, tuning
+from moecomm import _native, backends
 from moecomm.backends import between_rounds, gpu_counters, gpu_masks, lsa, lsa_kernels
 from moecomm.backends.gpu_peers import GpuPeers
 from moecomm.base.protocol import BALANCED, REPLICATED
 from moecomm.dispatch import launch
 from moecomm.dispatch.routed import Routed
 from moecomm.errors import Unsupported
-from moecomm.gpu import cuda_driver, plain_kernel
+from moecomm.gpu import cuda_driver, plain_kernel, tuning
 from moecomm.ranks.collective import NoRoom
 from moecomm.ranks.group import Rendezvous
 from moecomm.ranks.rendezvous import Alone

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from moecomm import tuning
 from moecomm.backends import lsa_kernels
 from moecomm.fused import schedules
-from moecomm.gpu import blocks
+from moecomm.gpu import blocks, tuning
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "bench"))
@@ -108,7 +107,7 @@ UNUSED = [("gemms", 4), ("fused_gemms", 3), ("layers", 0)]
 def test_each_line_of_the_tuning_table_marks_what_it_decides() -> None:
     import launches
 
-    text, now = json.loads((ROOT / launches._TABLE).read_text()), launches.decided()
+    text, now = json.loads((ROOT / launches._TABLES[0]).read_text()), launches.decided()
     parts = {"gemms": {"GEMM"}, "fused_gemms": {"fused layer"}, "layers": {"forms"}}
     unused = []
     for kind, lines in text.items():

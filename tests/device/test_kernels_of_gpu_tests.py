@@ -14,14 +14,14 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from moecomm import _native, tuning
+from moecomm import _native
 from moecomm.backends import host
 from moecomm.backends.lsa_kernels import combine_spec, dispatch_spec
 from moecomm.base import packets
 from moecomm.buffer import Buffer
 from moecomm.combine.arguments import takes_weights
 from moecomm.dispatch.plan import END
-from moecomm.gpu import jit
+from moecomm.gpu import jit, tuning
 from moecomm.testing import Case, LocalBuffers, random_case
 from moecomm.testing.check import again_call, dispatch_call
 from moecomm.testing.prepare import prepare_combine, prepare_dispatch

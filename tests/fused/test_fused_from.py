@@ -11,16 +11,16 @@ from typing import Any, cast
 import pytest
 import torch
 
-from moecomm import tuning
 from moecomm.buffer import Buffer
 from moecomm.errors import BadInput, Unsupported
 from moecomm.fused import forms, layer
 from moecomm.fused.kernels import FP8
+from moecomm.gpu import tuning
+from moecomm.gpu.tuning import Table
+from moecomm.gpu.tuning.layers import Bounds, Form, Kind
 from moecomm.ranks import messages
 from moecomm.ranks.settings import Settings
 from moecomm.router import MODELS, Model
-from moecomm.tuning import Table
-from moecomm.tuning.layers import Bounds, Form, Kind
 from moecomm_bench import moe
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

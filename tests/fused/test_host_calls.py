@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from moecomm import Buffer, _native, tuning
+from moecomm import Buffer, _native
 from moecomm.backends.host import HostSession
 from moecomm.fused import gemm, kernels, layer, pipeline
 from moecomm.fused.operands import Operands
-from moecomm.gpu import plain_kernel
+from moecomm.gpu import plain_kernel, tuning
 from moecomm.gpu.structs import struct
 
 HIDDEN, INNER, EXPERTS, TOPK, TOKENS = 256, 64, 8, 4, 32

@@ -18,11 +18,11 @@ import pytest
 import torch
 
 import moecomm
-from moecomm import tuning
 from moecomm.fused import forms
+from moecomm.gpu import tuning
+from moecomm.gpu.tuning import Table
+from moecomm.gpu.tuning.layers import Kind
 from moecomm.testing import LayerCase, random_layer
-from moecomm.tuning import Table
-from moecomm.tuning.layers import Kind
 
 from ..backends.conftest import all_ranks, run_ranks
 from ..conftest import Ranks

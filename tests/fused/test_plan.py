@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from moecomm import tuning
 from moecomm.fused import SCHEDULES, kernels
 from moecomm.fused.plan import LayerPlan, layer_plan
+from moecomm.gpu import tuning
+from moecomm.gpu.tuning import Table
+from moecomm.gpu.tuning.gemms import Rule
 from moecomm.ranks.settings import Settings
-from moecomm.tuning import Table
-from moecomm.tuning.gemms import Rule
 
 BF16 = torch.bfloat16
 SETTINGS = Settings(3, 7168, 14, 3, 50, BF16, "host", None)

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from moecomm import tuning
 from moecomm.fused import FP8_SCHEDULES, MXFP4_SCHEDULES, SCHEDULES, Schedule, choose, choose_fp8, kernels
 from moecomm.fused.compute import layer_kernel
 from moecomm.fused.kernels import Epilogue, gemm_kernel
 from moecomm.fused.schedules import mxfp4_schedule, schedule_of, schedule_of_both
+from moecomm.gpu import tuning
 from moecomm.gpu.structs import struct
-from moecomm.tuning import Table
-from moecomm.tuning.gemms import HEIGHTS, Rule
+from moecomm.gpu.tuning import Table
+from moecomm.gpu.tuning.gemms import HEIGHTS, Rule
 
 from ..compiled import check_kernel, compile_beside, functions_of
 from ..few import few

@@ -14,18 +14,17 @@ import pytest
 import torch
 
 import moecomm
-from moecomm import tuning
 from moecomm.base.experts import most_experts
 from moecomm.fused import SCHEDULES, Mxfp4, choose, schedules, weight_format
 from moecomm.fused.compute import layer_kernel, rows_per_counter
 from moecomm.fused.fp4 import dequantize
 from moecomm.fused.kernels import gemm_kernel
-from moecomm.gpu import plain_kernel
+from moecomm.gpu import plain_kernel, tuning
+from moecomm.gpu.tuning import Table
+from moecomm.gpu.tuning.layers import Bounds, never
+from moecomm.gpu.tuning.measured import Clock, time_forms
 from moecomm.testing import LayerCase, LocalBuffers, random_layer
 from moecomm.testing.prepare import prepare_moe
-from moecomm.tuning import Table
-from moecomm.tuning.layers import Bounds, never
-from moecomm.tuning.measured import Clock, time_forms
 
 from ..conftest import GPU_COUNTS, Ranks, share_cores
 from .layers import check_replays, checked, compile_all, copy_into

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from moecomm import tuning
 from moecomm.base.experts import most_experts
 from moecomm.fused import SCHEDULES, gemm, quantize_channels, schedules
 from moecomm.fused.compute import layer_kernel, rows_per_counter
 from moecomm.fused.kernels import FP8, Epilogue, gemm_kernel, publish_kernel
+from moecomm.gpu import tuning
 from moecomm.gpu.plain_kernel import PlainKernel
 from moecomm.testing import LayerCase, LocalBuffers, random_layer
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moecomm import tuning
+from moecomm.gpu import tuning
 
 
 @pytest.fixture

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from moecomm import tuning
 from moecomm.errors import BadInput
 from moecomm.fused import FP8_SCHEDULES, SCHEDULES, kernels
 from moecomm.fused.schedules import schedule_of
+from moecomm.gpu import tuning
+from moecomm.gpu.tuning import Entry, Table
+from moecomm.gpu.tuning.gemms import HEIGHTS, Rule, Shape, in_whole_waves, of_measured
+from moecomm.gpu.tuning.layers import Bounds
 from moecomm.router import MODELS
-from moecomm.tuning import Entry, Table
-from moecomm.tuning.gemms import HEIGHTS, Rule, Shape, in_whole_waves, of_measured
-from moecomm.tuning.layers import Bounds
 from moecomm_bench import gemm
 from moecomm_bench.tune import gemms as tune_gemms
 from moecomm_bench.tune import tables

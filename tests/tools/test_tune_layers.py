@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from moecomm import tuning
 from moecomm.errors import BadInput, Unsupported
 from moecomm.fused import forms
+from moecomm.gpu import tuning
+from moecomm.gpu.tuning import Entry, Table
+from moecomm.gpu.tuning.layers import Bounds, Measured, never, of_measured
 from moecomm.ranks.settings import Settings
 from moecomm.router import MODELS
-from moecomm.tuning import Entry, Table
-from moecomm.tuning.layers import Bounds, Measured, never, of_measured
 from moecomm_bench.moe import ModelsCase
 from moecomm_bench.tune import layers as tune_layers
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from moecomm import tuning
 from moecomm.base.protocol import MAX_BLOCKS
 from moecomm.errors import BadInput
-from moecomm.tuning import Choice, Entry, Table
+from moecomm.gpu import tuning
+from moecomm.gpu.tuning import Choice, Entry, Table
 from moecomm_bench.case import RoundsCase, model_sizes
 from moecomm_bench.tune import rounds as tune
 

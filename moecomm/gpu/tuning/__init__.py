@@ -7,8 +7,8 @@ each list of which may be missing.
   holds for up to `tokens` tokens of a rank; the largest entry of its kind also holds for more. Numbers of ranks that
   were not measured use the nearest one that was. The `chunk_tokens` of a combine equals that of the dispatch whose
   rows it returns.
-- `gemms`, `fused_gemms`: schedules of grouped GEMMs, and of the two GEMMs of a fused layer (moecomm/tuning/gemms.py).
-- `layers`: sizes from which on layers run fused, unless they have been measured (moecomm/tuning/layers.py).
+- `gemms`, `fused_gemms`: schedules of grouped GEMMs, and of the two GEMMs of a fused layer (gpu/tuning/gemms.py).
+- `layers`: sizes from which on layers run fused, unless they have been measured (moecomm/gpu/tuning/layers.py).
 - `forms`: layers that first calls have measured, the last one at the end.  Users' tables alone have them.
 
 What a user's table lacks comes from the shipped one. Ranks may have different tables:
@@ -40,8 +40,8 @@ from moecomm.base import trusted_files
 from moecomm.base.protocol import MAX_BLOCKS
 from moecomm.base.trusted_files import Access
 from moecomm.config import cache_dir
-from moecomm.tuning.gemms import Rule, Shape, first_match
-from moecomm.tuning.layers import Bounds, Form, Kind
+from moecomm.gpu.tuning.gemms import Rule, Shape, first_match
+from moecomm.gpu.tuning.layers import Bounds, Form, Kind
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple, get_type_hints
 
-from moecomm.tuning.gemms import DTYPES
+from moecomm.gpu.tuning.gemms import DTYPES
 
 # Two forms whose times differ by less are equally fast. Fitted: up to 0.004 the rule derives from bench/results what
 # was chosen there by hand, or bounds that hold for one layer more. With 0.005 those of bfloat16 on 2 ranks would start
