@@ -117,7 +117,7 @@ def _weights(
 
 
 @moe.register_fake
-def _(x: torch.Tensor, *others: object) -> torch.Tensor:
+def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -273,25 +273,14 @@ def _sums(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, bias: t
 
 @moe_backward.register_fake
 def _(
-    grad: torch.Tensor,
     x: torch.Tensor,
     topk_idx: torch.Tensor,
-    topk_weights: torch.Tensor | None,
     w13: torch.Tensor,
     w2: torch.Tensor,
     w13_bias: torch.Tensor | None,
     w2_bias: torch.Tensor | None,
-    buffer: str,
-    interleaved: bool,
-    max_rows: int | None,
-    overflow: str | None,
     wants_w13: bool,
     wants_w2: bool,
-    number: int = 0,
-    activation: str = "swiglu",
-    activation_limit: float | None = None,
-    activation_alpha: float | None = None,
-    balance: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     return (
         x.new_empty(x.shape),

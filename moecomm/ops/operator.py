@@ -31,13 +31,23 @@ class Operator(Generic[_Result]):
     def __init__(self, name: str, run: Callable[..., _Result]) -> None:
         self.run = run
         self.registered = torch.library.custom_op(f"moecomm::{name}", run, mutates_args=())
-        self.register_fake = self.registered.register_fake
         self.__name__, self.__doc__ = run.__name__, run.__doc__
         parameters = inspect.signature(run).parameters.values()
         self.names = [parameter.name for parameter in parameters]
         self._defaults = tuple(parameter.default for parameter in parameters)
         self._tensors = [n for n, parameter in enumerate(parameters) if "Tensor" in str(parameter.annotation)]
         self._function: type[torch.autograd.Function] | None = None
+
+    def register_fake(self, fake: Callable[..., object]) -> None:
+        """Register the function that makes the outputs of fake tensors.  It takes the arguments that it names."""
+        wanted = list(inspect.signature(fake).parameters)
+        defaults = dict(zip(self.names, self._defaults, strict=True))
+
+        def of_all(*args: Any, **kwargs: Any) -> object:
+            given = {**defaults, **dict(zip(self.names, args, strict=False)), **kwargs}
+            return fake(*map(given.__getitem__, wanted))
+
+        self.registered.register_fake(of_all)
 
     def register_autograd(
         self, backward: Callable[..., Any], *, setup_context: Callable[[Any, tuple[Any, ...], Any], None]

@@ -64,7 +64,7 @@ def drop(
 
 
 @drop.register_fake
-def _(topk_idx: torch.Tensor, *others: object) -> tuple[torch.Tensor, torch.Tensor]:
+def _(topk_idx: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(topk_idx), topk_idx.new_empty((1,), dtype=torch.int32)
 
 
@@ -204,21 +204,13 @@ def rows_as_asked(owner: Rounds, routed: Routed, cast_to: Cast) -> tuple[torch.T
 def _(
     x: torch.Tensor,
     topk_idx: torch.Tensor,
-    topk_weights: torch.Tensor | None,
     buffer: str,
     layout: str,
     expert_alignment: int,
     max_rows: int,
-    zero_padding: bool,
-    num_sms: int | None = None,
-    first_token: int | None = None,
-    gradients: int = 0,
-    layer: int = 0,
-    quantize: str | None = None,
-    scale_format: str = "fp32",
-    global_scale: torch.Tensor | None = None,
-    dequantize: bool = True,
-    grad_wire: torch.dtype | None = None,
+    quantize: str | None,
+    scale_format: str,
+    dequantize: bool,
 ) -> tuple[torch.Tensor, ...]:
     settings = (owner := names.find(buffer)).settings
     if max_rows < 0:
@@ -299,19 +291,7 @@ def run_again(
 
 
 @dispatch_again.register_fake
-def _(
-    x: torch.Tensor,
-    memory: torch.Tensor,
-    buffer: str,
-    layout: str,
-    max_rows: int,
-    zero_padding: bool,
-    num_sms: int | None = None,
-    gradients: int = 0,
-    backward: bool = False,
-    layer: int = 0,
-    quantize: str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _(x: torch.Tensor, buffer: str, layout: str, max_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     owner = names.find(buffer)
     return x.new_empty((*rows_shape(owner, layout, max_rows), owner.hidden)), x.new_empty(0)
 
@@ -357,22 +337,7 @@ def combine(
 
 
 @combine.register_fake
-def _(
-    y: torch.Tensor,
-    row_weights: torch.Tensor | None,
-    memory: torch.Tensor,
-    buffer: str,
-    layout: str,
-    max_rows: int,
-    num_tokens: int,
-    wire: str | None,
-    zero_padding: bool,
-    num_sms: int | None = None,
-    graph: torch.Tensor | None = None,
-    gradients: bool = False,
-    layer: int = 0,
-    grad_wire: str | None = None,
-) -> torch.Tensor:
+def _(y: torch.Tensor, num_tokens: int) -> torch.Tensor:
     return y.new_empty((num_tokens, y.shape[-1]))
 
 
@@ -426,19 +391,7 @@ def run_back(
 
 
 @dispatch_backward.register_fake
-def _(
-    x: torch.Tensor,
-    weights: torch.Tensor | None,
-    memory: torch.Tensor,
-    buffer: str,
-    layout: str,
-    max_rows: int,
-    num_tokens: int,
-    num_sms: int | None = None,
-    graph: torch.Tensor | None = None,
-    layer: int = 0,
-    wire: torch.dtype | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _(x: torch.Tensor, weights: torch.Tensor | None, buffer: str, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     topk = names.find(buffer).topk
     grad = x.new_empty((num_tokens, x.shape[-1]))
     return grad, x.new_empty((0,) if weights is None else (num_tokens, topk), dtype=torch.float32)
