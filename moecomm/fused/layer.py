@@ -69,7 +69,7 @@ def moe(
             rounds.unfinished.clear()
             return _ended(rounds, plain, routed, experts, out, bias)
         more: dict[str, Any] = {"out": out, "bias": bias, "dropped": dropped, "form": form}
-        given, form = _prepared(rounds, request, x, topk_idx, topk_weights, *experts, **more, measures=True)
+        given, form = prepare(rounds, request, x, topk_idx, topk_weights, *experts, **more, measures=True)
         observers.show(rounds, topk_idx, topk_weights)
         if form.measured is not None:
             rounds.turn.several = True  # other ranks wait for this one until it has measured
@@ -99,7 +99,8 @@ def moe(
     def of(tokens: slice) -> Any:
         some = None if weights is None else weights[tokens]
         more = bias if bias is None or bias.ndim == 1 else bias[tokens]
-        part = prepare(rounds, request, x[tokens], ids[tokens], some, *experts, bias=more, first_token=tokens.start)
+        given = (x[tokens], ids[tokens], some, *experts)
+        part, _ = prepare(rounds, request, *given, bias=more, first_token=tokens.start)
         return pipeline.finish(rounds, part, pipeline.start(rounds, part), wait=waits)
 
     def parts() -> None:
@@ -169,34 +170,19 @@ def prepare(
     bias: Any = None,
     dropped: Any = None,
     first_token: int | None = None,
-) -> Pipeline:
-    """Check the arguments of moe() and return the pipeline to run.  Weights are checked before any rank sends a row.
-
-    `first_token`: see moecomm.dispatch.prepare.
-    """
-    given = (x, topk_idx, topk_weights, w13, w2, w13_bias, w2_bias)
-    return _prepared(rounds, request, *given, out=out, bias=bias, dropped=dropped, first_token=first_token)[0]
-
-
-def _prepared(
-    rounds: Rounds,
-    request: Request,
-    x: Any,
-    topk_idx: Any,
-    topk_weights: Any,
-    w13: Any,
-    w2: Any,
-    w13_bias: Any = None,
-    w2_bias: Any = None,
-    *,
-    out: Any = None,
-    bias: Any = None,
-    dropped: Any = None,
-    first_token: int | None = None,
     form: _Form | None = None,
     measures: bool = False,
 ) -> tuple[Pipeline, _Form]:
-    """Return the result of prepare(), and the form of the layer.  `form`: see _known().  `measures`: see _checked()."""
+    """Check the arguments of moe(); return the pipeline to run, and the form of the layer.
+
+    Weights are checked before any rank sends a row.
+
+    Args:
+        rounds, request, x, topk_idx, topk_weights, w13, w2, w13_bias, w2_bias, out, bias, dropped: of moe().
+        first_token: see moecomm.dispatch.prepare.
+        form: see _known().
+        measures: see _checked().
+    """
     rounds.require_usable()
     refuse_gradients(x=x, topk_weights=topk_weights, w13=w13, w2=w2, bias=bias, w13_bias=w13_bias, w2_bias=w2_bias)
     options, back = request.options, None
@@ -425,7 +411,7 @@ def _measure(rounds: Rounds, request: Request, kind: Kind, guess: bool, experts:
 
     def prepared(fused: bool) -> Pipeline:
         x, ids, weights = batch
-        return prepare(rounds, requests[fused], x, ids, weights, *experts)
+        return prepare(rounds, requests[fused], x, ids, weights, *experts)[0]
 
     def reserve() -> None:
         batch.extend(forms.full_batch(rounds, kind))

@@ -32,7 +32,8 @@ def prepare_combine(buffer: Buffer, y: Any, handle: Handle, **call: Any) -> comb
 
 def prepare_moe(buffer: Buffer, *tensors: Any, **call: Any) -> Pipeline:
     """A layer with the arguments of Buffer.moe."""
-    return layer.prepare(buffer.rounds, _request(layer_options.Request, layer_options.Options, call), *tensors, **call)
+    request = _request(layer_options.Request, layer_options.Options, call)
+    return layer.prepare(buffer.rounds, request, *tensors, **call)[0]
 
 
 def _request(kind: Any, options: Any, call: dict[str, Any]) -> Any:

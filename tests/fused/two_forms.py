@@ -67,7 +67,7 @@ class TwoForms:
         options = Options(interleaved=how["interleaved"], max_rows=how["max_rows"], fused=False)
         asked = Request(options, request.gradients, request.layer)
         outputs = {"out": how["out"], "bias": how["bias"]}
-        given: Any = layer.prepare(rounds, asked, x, ids, weights, w13, w2, *biases, **outputs)
+        given: Any = layer.prepare(rounds, asked, x, ids, weights, w13, w2, *biases, **outputs)[0]
         call = given._dispatching
         given._dispatching = call._replace(request=call.request._replace(call="fused moe"))
         given.form = "fused"
