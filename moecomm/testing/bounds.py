@@ -93,8 +93,8 @@ def in_float64(values: Fp8, rows: int) -> torch.Tensor:
 
 
 def expected_gemm(
-    x: Fp8,
-    w: Fp8,
+    x: Fp8 | torch.Tensor,
+    w: Fp8 | torch.Tensor,
     counts: Sequence[int],
     *,
     alignment: int,
@@ -104,12 +104,13 @@ def expected_gemm(
     device: torch.device,
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
     """Yield for each expert the slice of its rows, the float64 result, and the error bound of a result on `device`."""
-    rows = in_float64(x, 1).flatten(0, -2)
+    rows = (in_float64(x, 1) if isinstance(x, Fp8) else x.double()).flatten(0, -2)
+    on = device if isinstance(x, Fp8) else None
     for group, place in enumerate(groups_of(x.data, list(counts), alignment)):
-        matrix = in_float64(Fp8(w.data[group], w.scales[group]), GROUP)
-        matrix = deinterleave(matrix) if activation and interleaved else matrix
+        of_group = in_float64(Fp8(w.data[group], w.scales[group]), GROUP) if isinstance(w, Fp8) else w[group].double()
+        matrix = deinterleave(of_group) if activation and interleaved else of_group
         exact = torch.zeros_like(rows[place])
-        want, off = product(rows[place], exact, matrix, lost_by_sums(matrix.shape[1], device))
+        want, off = product(rows[place], exact, matrix, lost_by_sums(matrix.shape[1], on))
         if activation:
             want, off = gated(want, off)
         yield place, want, rounded(want, off, dtype)

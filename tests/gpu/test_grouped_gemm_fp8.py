@@ -12,13 +12,12 @@ import torch
 from moecomm.dispatch.reference import by_column, quantize
 from moecomm.fused import FP8_SCHEDULES, Fp8, grouped_gemm, interleave, quantize_weights
 from moecomm.fused.kernels import FP8, gemm_kernel
-from moecomm.testing.bounds import expected_gemm
 
 from .layers import compile_all
+from .products import check, same_bits
 
 pytestmark = pytest.mark.gpu1
 BF16, FP16 = torch.bfloat16, torch.float16
-CUDA = torch.device("cuda")
 RAGGED = (5, 0, 130, 257, 17, 0, 64, 1)
 ODD = (3, 300, 0, 31)
 HEIGHTS = (1, 15, 16, 17, 63, 64, 65, 0, 127, 128, 129, 191, 192, 193, 255, 256, 257, 383, 385)
@@ -120,25 +119,6 @@ def inputs(case: Case) -> tuple[Fp8, Fp8, torch.Tensor]:
     if case.batched:
         x = Fp8(*(part.view(experts, case.batched, -1) for part in x))
     return x, Fp8(*(part.cuda() for part in w)), torch.tensor(case.counts, dtype=torch.int32, device="cuda")
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-
-
-def check(case: Case, x: Fp8, w: Fp8, counts: tuple[int, ...], out: torch.Tensor) -> None:
-    """Rows of experts have the right values; others are as they were: NaN."""
-    rows = out.flatten(0, -2)
-    untouched = torch.ones(len(rows), dtype=torch.bool, device="cuda")
-    for group, want, off in expected_gemm(x, w, counts, **case.how, dtype=case.dtype, device=CUDA):
-        wrong = ~((rows[group].double() - want).abs() <= off)
-        assert not wrong.any(), (
-            f"{int(wrong.sum())} of {wrong.numel()}, first (row, column): {wrong.nonzero()[:4].tolist()}"
-        )
-        if case.whole and case.activation is None:
-            assert torch.equal(rows[group], want.to(case.dtype))
-        untouched[group] = False
-    assert bool(rows[untouched].isnan().all())
 
 
 @pytest.mark.parametrize(("name", "step"), CASES)
