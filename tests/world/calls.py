@@ -88,7 +88,7 @@ class Dispatch:
         "type of ids": ({}, {"ids": "other"}),
         "alignment": ({"layout": "expert", "alignment": 1}, {"layout": "expert", "alignment": 8}),
         "quantize": ({"payload": "plain"}, {"payload": "quantize fp8"}),
-        "type of rows": ({"payload": "bytes int16 4"}, {"payload": "bytes float16 4"}),
+        "type of rows": ({"payload": "bytes int16 4"}, {"payload": "bytes uint16 4"}),
         "type of narrow rows": ({"payload": "given int8_token"}, {"payload": "given fp8_token"}),
         "width of rows": ({"payload": "bytes uint8 5"}, {"payload": "bytes uint8 9"}),
         "type of scales": ({"payload": "scaled float32 1"}, {"payload": "scaled int32 1"}),
@@ -581,7 +581,7 @@ class Ops:
             y, handle = (sent.x * scale[..., None]).to(sent.x.dtype), sent.handle
             chunked = "max_rows" not in handle._fields
             if mine and twist == "a handle of other rows" and not chunked:
-                handle = handle._replace(max_rows=7)
+                handle = handle._replace(max_rows=handle.max_rows + 1)
             if mine and (twist == "rows that are none" or (twist == "a handle of other rows" and chunked)):
                 y = "rows"  # type: ignore[assignment]
             out = ops.combine(y, handle, wire=wire)
