@@ -13,6 +13,7 @@ from typing import Any
 
 import aims
 import head_to_head
+import layers_beside
 import pages
 import ratios
 import study
@@ -28,7 +29,7 @@ PICTURES = ("ll-h200-4", "latency-backends-h100-4", "backends-domains-h100-4", "
 
 def headlines() -> str:
     """Return the figures of README."""
-    return "\n\n".join(head_to_head.front())
+    return "\n\n".join([*layers_beside.front(), *head_to_head.front()])
 
 
 def is_sweep(found: dict[str, Any]) -> bool:

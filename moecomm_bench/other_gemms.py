@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -76,6 +77,13 @@ def _laid_out(library: Any, x: Any, place: torch.Tensor, shape: tuple[int, ...])
     return data.view(torch.float8_e4m3fn), scales
 
 
+def _named(library: Any, *names: str) -> Callable[..., Any]:
+    """Return the function that the library has under one of these names, or raise AttributeError."""
+    name = next(filter(partial(hasattr, library), names), names[0])
+    function: Callable[..., Any] = getattr(library, name)
+    return function
+
+
 def _matrix(w: Any) -> torch.Tensor:
     matrix: torch.Tensor = w if isinstance(w, torch.Tensor) else w[0]
     return matrix
@@ -102,7 +110,7 @@ def _masked(library: Any, x: Any, weights: list[Any], counts: torch.Tensor) -> O
     columns, expected = _matrix(weights[0]).shape[1], max(1, int(counts.sum()) // groups)
     out = torch.empty(groups, most, columns, dtype=torch.bfloat16, device=counts.device)
     kind = "bf16" if isinstance(x, torch.Tensor) else "fp8"
-    multiply = getattr(library, f"m_grouped_{kind}_gemm_nt_masked")
+    multiply = _named(library, f"m_grouped_{kind}_gemm_nt_masked", f"{kind}_m_grouped_gemm_nt_masked")
     return OtherGemm(
         lambda i: multiply(rows, _of(weights, i), out, counts, expected), lambda: out.view(-1, columns)[place]
     )

@@ -93,7 +93,7 @@ class DeepGemm:
         for i, expert in enumerate(group.tolist()):
             out[i] = of_group[expert] @ wide[i]
 
-    def m_grouped_fp8_gemm_nt_masked(self, x: Any, w: Any, out: torch.Tensor, counts: torch.Tensor, most: int) -> None:
+    def fp8_m_grouped_gemm_nt_masked(self, x: Any, w: Any, out: torch.Tensor, counts: torch.Tensor, most: int) -> None:
         raise RuntimeError("Assertion error: expected_m [sm90]")
 
     def m_grouped_bf16_gemm_nt_contiguous(self, x: Any, w: Any, out: torch.Tensor, group: torch.Tensor) -> None:

@@ -82,6 +82,12 @@ PIECES = (
         "--replays 7 --others torch-symm-mem",
     ),
     Piece("training", 100, f"training --model qwen3-235b --ranks {GPUS} --tokens 4096 --replays 7"),
+    Piece(
+        "layers-peers",
+        400,
+        f"moe {DEEPSEEK} --tokens 16,128,512,2048,4096,8192 --fp8 --others deep_gemm --replays 7 --singles 0 "
+        "--sustained 0",
+    ),
     _layers("qwen3-235b", 400, "128,1024,4096,8192"),
     _layers("deepseek-v3", 480, "128,1024,4096,8192"),
     _layers("gpt-oss-120b", 400, "16,128,512,1024,4096"),
