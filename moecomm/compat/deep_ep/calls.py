@@ -22,6 +22,7 @@ from moecomm.rounds.rounds import Rounds
 # A word has the number of a call, a hash of what it is, and two flags.
 _NUMBER, _OPENS, _COMBINES, _FLAG_BITS = 32, 1, 2, 2
 _HASHED = (1 << _NUMBER) - 1 - _OPENS - _COMBINES
+_TOKENS = struct.Struct("<q")
 _Words = ctypes.Array[ctypes.c_uint64]
 _METHODS = {"dispatch_with_permute": "combine_with_unpermute", "dispatch": "combine"}
 
@@ -73,16 +74,13 @@ class Calls(CallCount):
             with opening(self._ranks, self._timeout_s, of=f"window of {method}") as opened:
                 if not isinstance(sizes, str):
                     text = f"{method}({sizes()})"
-                everybody = opened.all_gather(struct.pack("<q", tokens) + text.encode())
+                everybody = opened.compare({"call": text}, _TOKENS.pack(tokens))
                 opened.settle()
         except Mismatch:
             if any(self._differs(words) and not words[self._at] & _OPENS for words in self._words):
                 self._close()  # as the rank has that makes a call without a window to open
             raise
-        for rank, theirs in enumerate(everybody):
-            if theirs[8:] != text.encode():
-                raise Mismatch("call", text, theirs[8:].decode(errors="replace"), rank)
-        return max(int(struct.unpack("<q", theirs[:8])[0]) for theirs in everybody)
+        return max(int(_TOKENS.unpack(passed)[0]) for passed in everybody)
 
     def opened(self, rounds: Rounds) -> None:
         """Take note of a Buffer that has been opened, by the call that agree() has seen last."""
