@@ -279,10 +279,10 @@ class Meeting:
     def _in_rounds(self) -> set[int]:
         """Return the ranks that are in a round and wait for this rank.  They join the agreement after their deadline.
 
-        Empty if a round has failed here: then no rank waits for this one.
+        Empty if a round has failed here: then no rank waits for this one.  Not so if it was only invalid, on all ranks.
         """
         with suppress(RuntimeError):  # the device does not answer
-            if self._failure is None:
+            if not self._rounds.failed:
                 return {rank for rank, op in enumerate(self._rounds.session.begun()) if op not in ("", "close")}
         return set()
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import moecomm
-from moecomm import _native
+from moecomm import _native, dispatch
 from moecomm.membership import meeting
 from moecomm.ranks import messages
 from moecomm.ranks.board import LocalBoard
@@ -114,14 +114,22 @@ def test_shrink_takes_few_python_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(entered.total() <= 232 and len(entered) <= 37 for entered in found), found
 
 
-def test_a_rank_that_waits_in_a_round_is_waited_for() -> None:
-    """A rank calls shrink() where the other one makes a round, for as long as it may: an interrupt was lost there."""
-    timeout_s = 4.0
+@pytest.mark.parametrize("invalid", [False, True])
+def test_a_rank_that_waits_in_a_round_is_waited_for(invalid: bool) -> None:
+    """A rank calls shrink() where the other one makes a round, for as long as it may: an interrupt was lost there.
+
+    `invalid`: it has not raised the error of the round before, with which ranks go on.
+    """
+    timeout_s, x, ids = 4.0, torch.zeros(1, 64).bfloat16(), torch.tensor([[0, 1, 99]])
 
     def body(group: Any) -> tuple[tuple[int, ...], str]:
         found = ""
         with moecomm.Buffer(group, **SIZES, timeout_s=timeout_s) as buffer:
+            if invalid:
+                dispatch.run(dispatch.prepare(buffer.rounds, dispatch.Request(dispatch.Options()), x, ids))
             if buffer.rank == 1:
+                if invalid:
+                    assert isinstance(buffer.rounds.failure(), moecomm.BadInput)
                 time.sleep(0.7 * timeout_s)
                 found = type(failure_of(lambda: sums(buffer))).__name__
             shrunk = buffer.shrink()
