@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -209,42 +210,144 @@ def test_ranks_stay_in_step_or_all_of_them_are_stopped(first: bool) -> None:
     assert seen["in step"] > 0 and seen["stopped"] > 0
 
 
-ROUNDS: dict[str, Callable[[moecomm.Buffer], object]] = {
-    "dispatch": lambda buffer: buffer.dispatch(X, IDS),
-    "moe": lambda buffer: buffer.moe(X, IDS, None, *(w[:2] for w in weights())),
-    "ops.moe": lambda buffer: ops.moe(buffer, X, IDS, torch.ones(4, 2), *(w[:2] for w in weights())),
-    "begin": lambda buffer: buffer.dispatch_end(buffer.dispatch_begin(X, IDS)),
-    "chunks": lambda buffer: buffer.moe(
-        torch.ones(8, 64), torch.tensor([[0, 1]] * 8), None, *(w[:2] for w in weights()), overflow="chunks"
-    ),
+ONES, SAME = torch.ones(8, 64), torch.tensor([[0, 1]] * 8)  # rank 0 has no room for rows of all these in one round
+QUANTIZED: dict[str, Any] = {"quantize": "nvfp4", "extras": [torch.ones(8, 1)], "expert_alignment": 4}
+
+
+def combine(buffer: moecomm.Buffer) -> Callable[[], object]:
+    routed = buffer.dispatch(ONES, SAME)
+    return partial(buffer.combine, routed.x, routed.handle)
+
+
+def again(buffer: moecomm.Buffer) -> Callable[[], object]:
+    return partial(buffer.dispatch, ONES, handle=buffer.dispatch(ONES, SAME).handle)
+
+
+def ops_combine(buffer: moecomm.Buffer) -> Callable[[], object]:
+    routed = ops.dispatch(buffer, ONES, SAME)
+    return partial(ops.combine, routed.x, routed.handle)
+
+
+def backward(buffer: moecomm.Buffer) -> Callable[[], object]:
+    """Return the backward pass of a layer, which is one call."""
+    mine = (w[:2].requires_grad_() for w in weights())
+    out = ops.moe(buffer, ONES.clone().requires_grad_(), SAME, torch.ones(8, 2), *mine)
+    return partial(out.backward, torch.ones_like(out), retain_graph=True)
+
+
+Prepared = Callable[[moecomm.Buffer], Callable[[], object]]
+SINGLE: dict[str, Prepared] = {
+    "dispatch": lambda buffer: partial(buffer.dispatch, X, IDS),
+    "moe": lambda buffer: partial(buffer.moe, X, IDS, None, *(w[:2] for w in weights())),
+    "ops.moe": lambda buffer: partial(ops.moe, buffer, X, IDS, torch.ones(4, 2), *(w[:2] for w in weights())),
+    "begin": lambda buffer: lambda: buffer.dispatch_end(buffer.dispatch_begin(X, IDS)),
+}
+CHUNKS: dict[str, Prepared] = {
+    "dispatch": lambda buffer: partial(buffer.dispatch, ONES, SAME),
+    "overflow": lambda buffer: partial(buffer.dispatch, ONES, SAME, overflow="chunks"),
+    "quantized": lambda buffer: partial(buffer.dispatch, ONES, SAME, **QUANTIZED),
+    "again": again,
+    "combine": combine,
+    "moe": lambda buffer: partial(buffer.moe, ONES, SAME, None, *(w[:2] for w in weights()), overflow="chunks"),
+    "ops.dispatch": lambda buffer: partial(ops.dispatch, buffer, ONES, SAME),
+    "ops.combine": ops_combine,
+    "backward": backward,
 }
 
 
-@pytest.mark.parametrize("name", ROUNDS)
-def test_an_interrupt_in_no_wait_stops_the_other_rank_at_once(name: str) -> None:
-    """Rank 1 makes no further round after an interrupt, and rank 0 does not wait for one.  Then all ranks go on."""
-    call, seen, there = ROUNDS[name], Counter[str](), dict[int, bool]()
-    met = threading.Barrier(2, timeout=30)
+def end(buffer: moecomm.Buffer) -> Callable[[], object]:
+    return partial(buffer.dispatch_end, buffer.dispatch_begin(X, IDS))
+
+
+def _stops_others(prepare: Prepared, ranks: int, since: str, **sizes: Any) -> int:
+    """Interrupt a call of rank 1, which makes no further round, nor waits another rank for one.  Then all ranks go on.
+
+    Args:
+        prepare: returns the call.
+        ranks: so many.
+        since: "call" or "round": instructions are tried from its begin on, or from the end of its first round; "first":
+            likewise, of the first call of a Buffer; "several": from where it says that others wait for the rest of it.
+        sizes: more of the Buffer.
+
+    Returns:
+        how many calls of rank 0 were stopped.
+    """
+    stopped, there, met = 0, dict[int, bool](), threading.Barrier(ranks, timeout=30)
 
     def body(group: Any) -> None:
-        with moecomm.Buffer(group, **SIZES, capacity_factor=1.0) as buffer:
-            number, was, begun = 0, True, lambda: buffer.rounds.turn.running or buffer.rounds.turn.depth > 0
+        nonlocal stopped
+        with moecomm.Buffer(group, **SIZES, **{"capacity_factor": 1.0, **sizes}) as buffer:
+            number, was = 0, True
             while was:
-                call(buffer)  # a first one, which makes plans
+                if since != "first":
+                    prepare(buffer)()  # makes plans
+                call, turn = prepare(buffer), buffer.rounds.turn
+                made = turn.made
                 met.wait()
+                begin = time.monotonic()
                 if group.rank == 1:
-                    was = there[number] = interrupted(partial(call, buffer), number, begun=begun)
-                    seen["stopped" if buffer.rounds.failure() is not None else "in step"] += 1
+                    told = {"call": lambda: turn.running + turn.depth > 0, "several": lambda: turn.several}  # noqa: B023
+                    begun = told.get(since, lambda: turn.made > made)  # noqa: B023
+                    there[number] = interrupted(call, number, begun=begun)
                 else:
-                    with suppress(moecomm.Aborted):
-                        call(buffer)
-                assert buffer.shrink().lost == ()
+                    try:
+                        call()
+                    except moecomm.Aborted:
+                        stopped += group.rank == 0
+                assert buffer.shrink().lost == (), number
+                assert time.monotonic() - begin < SIZES["timeout_s"] / 2, number
                 met.wait()
                 was = there[number]
-                number += 1 if number < 40 else 29
+                number += 1 + number // 16
+
+    all_ranks(ranks, body)
+    return stopped
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_an_interrupt_in_no_wait_stops_the_other_rank_at_once(name: str) -> None:
+    assert _stops_others(SINGLE[name], 2, "call") > 20
+
+
+@pytest.mark.parametrize("since", ["call", "round", "first"])
+@pytest.mark.parametrize("name", CHUNKS)
+def test_an_interrupt_between_rounds_of_chunks_stops_the_other_ranks_at_once(name: str, since: str) -> None:
+    assert _stops_others(CHUNKS[name], 3 if name == "overflow" else 2, since) > 20
+
+
+def test_an_interrupt_in_dispatch_end_stops_ranks_for_which_this_one_forwards_rows() -> None:
+    assert _stops_others(end, 4, "several", domain_ranks=2, capacity_factor=4.0) > 10
+
+
+def test_an_interrupt_while_an_error_is_handled_stops_the_other_rank_at_once() -> None:
+    """A call fails on rank 1 alone, where rank 0 waits in its round: an interrupt takes the place of the error."""
+    there, met = dict[int, bool](), threading.Barrier(2, timeout=30)
+
+    def body(group: Any) -> None:
+        with moecomm.Buffer(group, **SIZES) as buffer:
+            number, was = 0, True
+            while was:
+                call = partial(buffer.dispatch, X, IDS[:3] if group.rank == 1 else IDS)
+                met.wait()
+                begin = time.monotonic()
+                if group.rank == 1:
+                    with suppress(moecomm.BadInput):
+                        interrupted(call, number, begun=lambda: sys.exc_info()[0] is moecomm.BadInput)
+                    there[number] = isinstance(buffer.rounds.failure(), moecomm.Aborted)
+                    if not there[number]:  # the call was over
+                        with suppress(moecomm.OutOfStep):
+                            buffer.dispatch(X, IDS)
+                else:
+                    with suppress(moecomm.Aborted, moecomm.OutOfStep):
+                        call()
+                assert buffer.shrink().lost == (), number
+                assert time.monotonic() - begin < SIZES["timeout_s"] / 2, number
+                met.wait()
+                was = there[number]
+                number += 1
 
     all_ranks(2, body)
-    assert seen["stopped"] > 20
+    assert len(there) > 50
 
 
 def test_an_interrupt_in_dispatch_begin_stops_all_ranks() -> None:

@@ -108,6 +108,8 @@ class KnownCalls {
                 get(get(rounds, known_.unfinished), known_.extend)(py::make_tuple(rows_here, get(handle, known_.block)));
                 throw;
             }
+            // Where rows have no room, other rounds follow.  The caller sees that, unless a signal handler comes first.
+            turn_->several = waits && max_rows.is_none() && (!on_host_ || failed());
             if (!on_host_) return py::make_tuple(routed, !waits);
             if (failed()) return py::make_tuple(routed, false);
             if (waits && !repeats && running.layout != static_cast<i32>(Layout::batched)) trim(running, *payload);

@@ -81,14 +81,19 @@ class Call {
     // `error`: that ends the block; null: none does.
     void exit(PyObject* error) {
         if (!held_) return;
+        bool missing = true;
         try {
             if (error != nullptr) {
-                const bool missing = missed(error);
+                missing = missed(error);
                 if (missing) call_method(owner_, methods_.interrupted, error, note_.ptr());
                 call_method(owner_, methods_.call_failed, error, boolean(missing && turn_->failed == failed_), note_.ptr());
             }
-        } catch (py::error_already_set&) {  // a signal handler's, too
-            miss(error);
+        } catch (py::error_already_set& other) {  // a signal handler's, too: what the caller gets in the place of `error`
+            if (missing) {
+                if (turn_->failed == failed_) ++turn_->uncounted;
+                end_waits(error);
+                end_waits(other.value().ptr());
+            }
             end_quietly();
             throw;
         }
@@ -105,7 +110,14 @@ class Call {
     void miss(PyObject* error) {
         try {
             if (!missed(error)) return;
-            ++turn_->uncounted;
+        } catch (py::error_already_set&) {  // a signal handler's
+        }
+        ++turn_->uncounted;
+        end_waits(error);
+    }
+    // End the waits of peers, if a signal handler may have raised `error`.
+    void end_waits(PyObject* error) {
+        try {
             call_method(owner_, methods_.interrupted, error, note_.ptr());
         } catch (py::error_already_set&) {  // another error is on its way
         }

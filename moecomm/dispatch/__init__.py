@@ -108,15 +108,17 @@ def dispatch(
             if first_token is None:  # else the whole has been shown
                 observers.show(rounds, topk_idx, topk_weights)
             run(routed)
+            rounds.turn.several = _may_go_in_chunks(options, routed, max_rows)  # before it counts as the last round
             rounds.turn.made += 1
     if is_over:
         rounds.unfinished.clear()
         return routed
     try:
-        return finish(rounds, routed)
+        routed = finish(rounds, routed)
+        rounds.turn.several = False
+        return routed
     except TooManyRows as error:
-        waits = routed.sync and max_rows is None and options.overflow in (None, "chunks")
-        in_chunks = waits and is_of(routed, error)
+        in_chunks = _may_go_in_chunks(options, routed, max_rows) and is_of(routed, error)
         _free(routed)
         if not in_chunks:
             raise
@@ -160,7 +162,9 @@ def dispatch_end(rounds: Rounds, routed: Routed, *, sync: bool | None = None) ->
     """Buffer.dispatch_end."""
     ending = prepare_end(rounds, routed, sync=sync)
     rounds.calls += 1  # which ranks must not take for the first half
+    rounds.turn.several = rounds.domain_ranks < rounds.num_ranks  # ranks here wait for rows that this one forwards
     run(ending)
+    rounds.turn.several = False
     return finish(rounds, ending)
 
 
@@ -353,6 +357,11 @@ def _drop(
     check_options(options)
     check_max_rows(max_rows)
     return drop_checked(rounds, options.layout, options.expert_alignment, max_rows, topk_idx, topk_weights)
+
+
+def _may_go_in_chunks(options: Options, routed: Routed, max_rows: int | None) -> bool:
+    """Return whether other rounds follow where rows of this one have no room.  The host then waits for it."""
+    return bool(routed.sync) and max_rows is None and options.overflow in (None, "chunks")
 
 
 def is_of(routed: Routed, error: TooManyRows) -> bool:

@@ -236,8 +236,11 @@ def dispatch(
 
     if not owner.on_cpu:
         owner.check()  # raises the error of an earlier round
+    owner.turn.several = True  # until it is known that the rows have room in one round
     with contextlib.suppress(TooManyRows):
-        return _dispatched(waiting(*whole))
+        arrived = waiting(*whole)
+        owner.turn.several = False
+        return _dispatched(arrived)
     # Outside of the block, no traceback holds the memory of that round.
     some = partial(waiting, alignment=1)
     given = x, topk_idx, weights
