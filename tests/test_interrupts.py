@@ -58,6 +58,8 @@ def interrupted(
 ) -> bool:
     """Make a call that Ctrl-C interrupts at the instruction of moecomm with this number.  True: there is such a one.
 
+    Garbage of other tests waits until the call is over: an interrupt would be lost in a finalizer that collects it.
+
     Args:
         call: to make.
         number: of the instruction, from the first on at which `begun`.
@@ -84,6 +86,8 @@ def interrupted(
                 left -= 1
         return trace
 
+    collects = gc.isenabled()
+    gc.disable()
     sys.settrace(trace)
     try:
         call()
@@ -92,6 +96,8 @@ def interrupted(
         return True
     finally:
         sys.settrace(before)
+        if collects:
+            gc.enable()
     return False
 
 
