@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+from moecomm import _native
 from moecomm.backends.host import HostSession
+from moecomm.backends.windows import extensions
+from moecomm.backends.windows.extensions import Extensions
 from moecomm.dispatch import chunks
+from moecomm.ranks.collective import NoRoom
 from moecomm.ranks.settings import Settings
 
 
@@ -34,6 +38,62 @@ def late_windows() -> Iterator[None]:
         return offered.get(id(session)) is not None
 
     with patch.object(HostSession, "extend", late), patch.object(HostSession, "extending", property(extending)):
+        yield
+
+
+class _HostWindow:
+    """An ExtensibleWindow (moecomm.backends.windows) of a CPU rank, whose peers map what its words say."""
+
+    def __init__(self, session: HostSession, take: Callable[..., Any], words: list[int]) -> None:
+        self._session, self._take, self._words = session, take, words
+
+    def extend(self, nbytes: int) -> tuple[int, int, None]:
+        if (found := self._take(self._session, nbytes)) is None:
+            raise NoRoom("the window has no more addresses")
+        return *found, None
+
+    def extent(self, rank: int) -> int:
+        if rank == self._session.context.rank:
+            return int(self._session._taken)
+        return _native.read_word(self._words[rank] + extensions._EXTENTS + 4 * rank) * 4096
+
+
+@contextmanager
+def agreeing_windows() -> Iterator[None]:
+    """Let CPU ranks use memory when their peers have mapped it, and agree ahead of larger rounds, as GPUs do."""
+    made, take, close = HostSession.__init__, HostSession.extend, HostSession._close
+
+    def make(session: Any, ranks: Any, shape: Any, timeout_s: float) -> None:
+        made(session, ranks, shape, timeout_s)
+        words: list[int] = []
+        session.extensions = Extensions(_HostWindow(session, take, words), ranks, None, timeout_s, lambda: None)  # type: ignore[arg-type]
+        words += session.extensions._words
+
+    def ended(session: Any) -> None:
+        close(session)
+        if session.extensions is not None:
+            session.extensions.close()
+            session.extensions = None
+
+    late: dict[str, Any] = {
+        "__init__": make,
+        "_close": ended,
+        "extensions": None,
+        "agrees": property(lambda session: session.context.shape.ranks > 1),
+        "offers": property(lambda session: None if session.extensions is None else session.extensions.offers),
+        "extending": property(lambda session: session.extensions.pending),
+        "extend": lambda session, nbytes: session.extensions.extend(nbytes),
+        "admit": lambda session: session.extensions.admit(),
+        "grow": lambda session, *how: session.extensions.grow(*how),
+    }
+
+    def two_rounds(settings: Settings) -> int:
+        return sum(settings._largest_round) + settings._default_reserve
+
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(Settings, "default_heap", two_rounds))
+        for name, value in late.items():
+            patches.enter_context(patch.object(HostSession, name, value, create=True))
         yield
 
 

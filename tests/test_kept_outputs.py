@@ -25,7 +25,7 @@ from .backends.conftest import all_ranks, run_ranks
 from .conftest import Ranks
 from .few import few
 from .keeper import Keeper, draw, window_for
-from .little_room import fixed_windows, late_windows
+from .little_room import agreeing_windows, fixed_windows, late_windows
 
 pytestmark = pytest.mark.filterwarnings("ignore:a window of:UserWarning")
 TOKENS, HIDDEN, EXPERTS, TOPK = 16, 64, 8, 2
@@ -36,10 +36,11 @@ PLAIN = (1, 9, 33)  # seeds
 WINDOW = window_for(3, PAIR)
 
 
-@pytest.fixture(params=["grows", "late", "fixed"])
+@pytest.fixture(params=["grows", "late", "agrees", "fixed"])
 def windows(request: pytest.FixtureRequest) -> Iterator[str]:
     """Whether windows grow."""
-    with {"grows": nullcontext, "late": late_windows, "fixed": fixed_windows}[request.param]():
+    how = {"grows": nullcontext, "late": late_windows, "agrees": agreeing_windows, "fixed": fixed_windows}
+    with how[request.param]():
         yield request.param
 
 
@@ -61,6 +62,8 @@ def test_random_cases_of_which_each_rank_keeps_others(seed: int, windows: str) -
         assert keeper.outside == 0
     elif windows == "late":
         assert keeper.outside < keeper.inside
+    elif windows == "agrees":
+        assert keeper.inside > 10, "others are copied until all peers have mapped what was added for them"
     elif seed in PLAIN:
         assert keeper.inside > 10 and keeper.outside > 10, "some find room in the window, and some do not"
 

@@ -143,12 +143,15 @@ Raises:
         .def_property_readonly("largest_free", &Arena::largest_free);
     py::class_<HeapParts, std::shared_ptr<HeapParts>>(m, "HeapParts", R"(Where blocks of a heap go: see moecomm.rounds.memory.
 
-`first_row`: rows begin there, where they can.  `end`: of blocks that stay in `arena`; the `reserve` follows.
-Blocks in extensions stay, too.)")
+`first_row`: rows begin there, where they can.  `end`: of blocks that stay; the `reserve` follows, at the end of
+`reserved`, which is `arena` or memory behind it.  Blocks in extensions stay, too.
+`agreed`: a round of which no rank needs more bytes than this finds room on all ranks.)")
         .def(py::init<std::shared_ptr<Arena>>(), py::arg("arena"))
         .def_readwrite("first_row", &HeapParts::first_row)
         .def_readwrite("end", &HeapParts::end)
         .def_readwrite("reserve", &HeapParts::reserve)
+        .def_readwrite("reserved", &HeapParts::reserved)
+        .def_readwrite("agreed", &HeapParts::agreed)
         .def(
             "extend",
             [](HeapParts& parts, std::shared_ptr<Arena> arena, u64 first_row) {

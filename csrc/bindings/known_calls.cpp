@@ -215,7 +215,7 @@ class KnownCalls {
 
     // A block that is freed before the call returns.
     std::shared_ptr<Block> scratch(u64 bytes) const {
-        auto block = heap_->arena->allocate(bytes, heap_->end);
+        auto block = heap_->reserved->allocate(bytes, heap_->end);
         return block != nullptr ? block : heap_->allocate_rows(bytes);
     }
 
@@ -225,6 +225,10 @@ class KnownCalls {
         const py::object earlier = get(handle, known_.args), tables = get(handle, known_.block);
         const auto& before = earlier.cast<const DispatchArgs&>();
         if (py::isinstance<Block>(tables) && !heap_->stays(tables.cast<const Block&>())) return std::nullopt;
+        const py::object native = get(get(handle, known_.plan), known_.native);
+        const auto& first = native.cast<const PreparedDispatch&>();
+        const bool agrees = plan.always_agrees || before.route.max_rows == first.rows;
+        if (agrees && plan.largest_payload_bytes(first.rows_of_all) > heap_->agreed) return std::nullopt;
         if (!(payload = rows(plan.payload_bytes(before.max_rows)))) return std::nullopt;
         return plan.repeat(*payload, before, inputs);
     }
@@ -233,7 +237,8 @@ class KnownCalls {
     std::optional<DispatchArgs> bind_anew(const PreparedDispatch& plan, py::handle max_rows, bool waits, const DispatchInputs& inputs,
                                           std::shared_ptr<Block>& payload, std::shared_ptr<Block>& kept) const {
         const std::optional<i32> room = room_for(plan, max_rows);
-        if (!room) return std::nullopt;
+        const bool agrees = plan.always_agrees || max_rows.is_none();
+        if (!room || (agrees && plan.largest_bytes > heap_->agreed)) return std::nullopt;
         const u64 table_bytes = plan.kept_bytes(*room), row_bytes = plan.payload_bytes(*room);
         if (table_bytes + row_bytes > heap_->reserve) return std::nullopt;
         if (!(kept = heap_->allocate_tables(table_bytes)) || !(payload = rows(row_bytes))) return std::nullopt;

@@ -153,17 +153,30 @@ Raises:
         .def("kept_bytes", &DispatchPlan::kept_bytes, py::arg("max_rows"), "Bytes of the block that combine and repeats need as well.")
         .def(
             "prepare",
-            [](PreparedDispatch& plan, py::object kind, i32 rows, i32 most_rows, i32 groups) {
+            [](PreparedDispatch& plan, py::object kind, i32 rows, i32 most_rows, i32 groups, i32 rows_of_all, bool always_agrees) {
                 plan.kind = std::move(kind);
                 plan.rows = rows;
                 plan.most_rows = most_rows;
                 plan.groups = groups;
+                plan.rows_of_all = rows_of_all;
+                plan.always_agrees = always_agrees;
+                plan.largest_bytes = plan.largest_kept_bytes(rows_of_all) + plan.largest_payload_bytes(rows_of_all);
             },
-            py::arg("kind"), py::arg("rows"), py::arg("most_rows"), py::arg("groups"), R"(Set what calls need beside tensors.
+            py::arg("kind"), py::arg("rows"), py::arg("most_rows"), py::arg("groups"), py::arg("rows_of_all"), py::arg("always_agrees"),
+            R"(Set what calls need beside tensors.
 
 `kind`: theirs in the flight recorder.
 `rows`: room for so many, unless `max_rows` is given; never more than `most_rows`.
-`groups`: with `max_rows` each.)")
+`groups`: with `max_rows` each.
+`rows_of_all`: `rows` of the rank that has the most.
+`always_agrees`: all ranks have room for a round without `max_rows` before one with it, too.)")
+        .def_readonly("rows", &PreparedDispatch::rows)
+        .def_readonly("rows_of_all", &PreparedDispatch::rows_of_all)
+        .def_readonly("always_agrees", &PreparedDispatch::always_agrees)
+        .def_readonly("largest_bytes", &PreparedDispatch::largest_bytes,
+                      "Bytes of both blocks on the rank that needs most, unless `max_rows` is given.")
+        .def("largest_payload_bytes", &DispatchPlan::largest_payload_bytes, py::arg("max_rows"),
+             "payload_bytes() of the rank with the most experts.")
         .def("payload_bytes", &DispatchPlan::payload_bytes, py::arg("max_rows"), "Bytes of the block for the rows that arrive.")
         .def(
             "bind",

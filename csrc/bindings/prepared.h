@@ -28,7 +28,9 @@ struct PreparedDispatch : runtime::DispatchPlan {
     using DispatchPlan::DispatchPlan;
 
     pybind11::object kind;  // a CallKind
-    i32 rows = 0, most_rows = 0, groups = 1;
+    i32 rows = 0, most_rows = 0, groups = 1, rows_of_all = 0;
+    u64 largest_bytes = 0;
+    bool always_agrees = false;
     Runs runs;
 };
 

@@ -65,15 +65,17 @@ struct Extension {
 
 // Where blocks of a heap go: see moecomm.rounds.memory.  Offsets and bytes.
 struct HeapParts {
-    explicit HeapParts(std::shared_ptr<Arena> heap) : arena(std::move(heap)) {}
+    explicit HeapParts(std::shared_ptr<Arena> heap) : arena(std::move(heap)), reserved(arena) {}
 
     std::shared_ptr<Arena> arena;
-    u64 first_row = 0;  // rows begin there, where they can
-    u64 end = 0;        // of blocks that stay; the reserve follows
+    std::shared_ptr<Arena> reserved;  // has the reserve, at its end
+    u64 first_row = 0;                // rows begin there, where they can
+    u64 end = 0;                      // of blocks that stay; the reserve follows
     u64 reserve = 0;
+    u64 agreed = ~u64{0};  // a round of which no rank needs more than this finds room on all ranks
     std::vector<Extension> extensions;
 
-    bool stays(const Block& block) const { return block.end() <= end || block.offset() >= arena->end(); }
+    bool stays(const Block& block) const { return block.end() <= end || block.offset() >= reserved->end(); }
     // A block that stays, for tables or for rows; null if there is no such room.
     std::shared_ptr<Block> allocate_tables(u64 bytes) const;
     std::shared_ptr<Block> allocate_rows(u64 bytes) const;

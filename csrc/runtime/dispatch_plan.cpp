@@ -16,6 +16,7 @@ constexpr i32 kOnHost = 1;  // DLPack's kDLCPU
 bool casts_to_bytes(const DispatchArgs& args) { return args.quantize > 1; }
 
 i32 experts_here(const DispatchArgs& args) { return expert_ranges(args.ctx.shape).count(args.ctx.rank); }
+i32 most_experts(const DispatchArgs& args) { return expert_ranges(args.ctx.shape).count(0); }
 
 // Carves consecutive pieces out of a block.
 class Pieces {
@@ -38,7 +39,7 @@ struct Payload {
 };
 
 // The rows come last, so that the unused tail of the block can be freed.
-Payload payload_of(const DispatchArgs& args, i32 max_rows, bool scale_columns) {
+Payload payload_of(const DispatchArgs& args, i32 max_rows, bool scale_columns, i32 experts) {
     const Shape& shape = args.ctx.shape;
     const bool batched = args.layout == static_cast<i32>(Layout::batched);
     const u64 tokens = static_cast<u64>(shape.ranks) * shape.max_tokens;
@@ -46,7 +47,7 @@ Payload payload_of(const DispatchArgs& args, i32 max_rows, bool scale_columns) {
     Pieces pieces;
     p.scales = pieces.take(scale_columns ? tokens : max_rows, args.scale_bytes);
     if (scale_columns) {
-        p.groups = batched ? experts_here(args) : 1;
+        p.groups = batched ? experts : 1;
         p.stride = align_up<i64>(max_rows / p.groups, 4);  // a column is a multiple of 16 bytes, for TMA
         p.columns = pieces.take(static_cast<u64>(p.groups) * p.stride, args.scale_bytes);
     }
@@ -63,7 +64,7 @@ struct Kept {
         num_rows, bytes;
 };
 
-Kept kept_of(const DispatchArgs& args, i32 max_rows) {
+Kept kept_of(const DispatchArgs& args, i32 max_rows, i32 experts) {
     const Shape& shape = args.ctx.shape;
     const bool flat = args.layout == static_cast<i32>(Layout::flat);
     const u64 ranks = shape.ranks, topk = shape.topk, tokens = shape.max_tokens;
@@ -79,8 +80,8 @@ Kept kept_of(const DispatchArgs& args, i32 max_rows) {
     k.sent = pieces.take(1, ranks * sizeof(SourceTokens) + route_tail(shape.ranks));
     k.ranges = pieces.take(ranks * tokens, sizeof(u32));
     k.forwarded = pieces.take(domains(shape) > 1 ? ranks * tokens : 0, forwarded_words(shape) * sizeof(i32));
-    k.tokens_per_expert = pieces.take(experts_here(args), sizeof(i32));
-    k.rows_per_expert = pieces.take(experts_here(args), sizeof(i64));
+    k.tokens_per_expert = pieces.take(experts, sizeof(i32));
+    k.rows_per_expert = pieces.take(experts, sizeof(i64));
     k.num_rows = pieces.take(1, sizeof(i32));
     k.bytes = pieces.end();
     return k;
@@ -106,8 +107,12 @@ DispatchPlan::DispatchPlan(const DispatchArgs& args, bool scale_columns, const D
       topk_idx_(like.topk_idx),
       topk_weights_(like.topk_weights) {}
 
-u64 DispatchPlan::kept_bytes(i32 max_rows) const { return kept_of(args_, max_rows).bytes; }
-u64 DispatchPlan::payload_bytes(i32 max_rows) const { return payload_of(args_, max_rows, scale_columns_).bytes; }
+u64 DispatchPlan::kept_bytes(i32 max_rows) const { return kept_of(args_, max_rows, experts_here(args_)).bytes; }
+u64 DispatchPlan::payload_bytes(i32 max_rows) const { return payload_of(args_, max_rows, scale_columns_, experts_here(args_)).bytes; }
+u64 DispatchPlan::largest_kept_bytes(i32 max_rows) const { return kept_of(args_, max_rows, most_experts(args_)).bytes; }
+u64 DispatchPlan::largest_payload_bytes(i32 max_rows) const {
+    return payload_of(args_, max_rows, scale_columns_, most_experts(args_)).bytes;
+}
 
 bool DispatchPlan::fits(const DispatchInputs& in) const {
     if (!x_.fits(in.x) || !scales_.fits(in.scales) || !topk_idx_.fits(in.topk_idx) || !topk_weights_.fits(in.topk_weights)) return false;
@@ -146,7 +151,7 @@ std::optional<DispatchArgs> DispatchPlan::with_inputs(const DispatchInputs& in) 
 }
 
 void DispatchPlan::place_payload(DispatchArgs& args, const Block& payload) const {
-    const Payload p = payload_of(args, args.max_rows, scale_columns_);
+    const Payload p = payload_of(args, args.max_rows, scale_columns_, experts_here(args));
     args.out_x = payload.offset() + p.x;
     if (args.scale_bytes != 0) args.out_scales = payload.offset() + p.scales;
     if (!scale_columns_) return;
@@ -155,7 +160,7 @@ void DispatchPlan::place_payload(DispatchArgs& args, const Block& payload) const
 }
 
 void DispatchPlan::place_kept(DispatchArgs& args, const Block& kept) const {
-    const Kept k = kept_of(args, args.max_rows);
+    const Kept k = kept_of(args, args.max_rows, experts_here(args));
     const u64 at = kept.offset(), base = window_of(args.ctx, args.ctx.rank) + at;
     const bool flat = args.layout == static_cast<i32>(Layout::flat);
     args.out_src = at + k.src;

@@ -53,6 +53,9 @@ class DispatchPlan {
     Schedules& schedules() { return schedules_; }
     u64 kept_bytes(i32 max_rows) const;
     u64 payload_bytes(i32 max_rows) const;
+    // The same on the rank with the most experts: all ranks compute the same.
+    u64 largest_kept_bytes(i32 max_rows) const;
+    u64 largest_payload_bytes(i32 max_rows) const;
 
     // True if bind() and repeat() return arguments for these tensors, those of repeat() for a dispatch of as many tokens.
     bool takes(const DispatchInputs& inputs) const { return fits(inputs) && schedules_.count(static_cast<i32>(inputs.x->shape[0])) != 0; }

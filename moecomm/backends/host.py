@@ -61,7 +61,7 @@ class HostSession:
     casts_formats = False
     reduced_rows_in_heap = False
     exclusive_gpu = False
-    extending, offers = False, None
+    extending, offers, agrees = False, None, False
     synchronous = peers_read_weights = True
 
     def __init__(self, ranks: Rendezvous, shape: _native.Shape, timeout_s: float) -> None:
@@ -247,6 +247,12 @@ class HostSession:
         begin, self._taken = self._taken, self._taken + size
         self.nbytes = self._taken
         return begin, size
+
+    def grow(
+        self, nbytes: int, missing: Callable[[int], int], ranks: Collection[int], meet: Callable[[], None]
+    ) -> tuple[int, tuple[int, int] | None] | None:
+        """Return None: memory of extend() is there at once."""
+        return None
 
     def admit(self) -> int:
         """Do nothing: there are no offers."""

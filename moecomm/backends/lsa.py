@@ -327,6 +327,19 @@ class LsaSession:
         self.nbytes = self._window.nbytes
         return found
 
+    @property
+    def agrees(self) -> bool:
+        return self._extensions is not None and self._ranks > 1
+
+    def grow(
+        self, nbytes: int, missing: Callable[[int], int], ranks: Collection[int], meet: Callable[[], None]
+    ) -> tuple[int, tuple[int, int] | None] | None:
+        assert self._extensions is not None and self._window is not None, "ranks agree"
+        with torch.cuda.device(self.device), cuda_driver.relaxed_captures():
+            found = self._extensions.grow(nbytes, missing, ranks, meet)
+        self.nbytes = self._window.nbytes
+        return found
+
     def admit(self) -> int:
         assert self._extensions is not None, "there is an offer"
         with torch.cuda.device(self.device), cuda_driver.relaxed_captures():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from moecomm import _native
 from moecomm.base import formats
 from moecomm.base.protocol import DESCRIPTOR_BYTES, LAYOUTS, REPLICATED, SCALE_FORMATS, TYPES
 from moecomm.base.validation import is_integer
-from moecomm.dispatch import outputs
+from moecomm.dispatch import growth, outputs
 from moecomm.dispatch.arguments import Tensors, scale_columns, scale_dtype, travel_as_bytes
 from moecomm.dispatch.options import SCALE_LAYOUTS, Gradients, Key
 from moecomm.dispatch.routed import BEGIN, END, WHOLE, DispatchPlan, Handle, Routed
@@ -50,7 +51,10 @@ class Plan(DispatchPlan):
         recorded = (args.call, self.x_dtype, args.row_bytes + args.scale_bytes)
         self._recorded = flight.kind("dispatch_begin" if key.request.begin else "dispatch", *recorded)
         self._recorded_end = flight.kind("dispatch_end", *recorded) if key.request.begin else self._recorded
-        self.native.prepare(self._recorded, self._rows, self._worst_rows, self._groups)
+        settings = rounds.settings
+        rows_of_all = max(settings.capacity_rows(*sizes, rank=rank) for rank in range(settings.ranks))
+        by_default = settings.window_bytes is None and rows_of_all <= settings.largest_rows
+        self.native.prepare(self._recorded, self._rows, self._worst_rows, self._groups, rows_of_all, by_default)
 
     @staticmethod
     def kind_of(rounds: Rounds, x: Any, *others: Any) -> object:
@@ -81,7 +85,7 @@ class Plan(DispatchPlan):
         if max_rows is not None and not (is_integer(max_rows) and 0 <= max_rows < 1 << 63):
             return None
         if handle is not None:
-            payload = self._memory.rows(self.native.payload_bytes(handle.args.max_rows))
+            payload = self._room_to_repeat(rounds, handle)
             args = self.native.repeat(payload, handle.args, x, scales)
         else:
             rows = self._rows
@@ -91,7 +95,9 @@ class Plan(DispatchPlan):
             if self._is_layer:  # a layer frees them before its call returns
                 kept, payload = map(self._memory.scratch, sizes)
             else:
-                kept, payload = self._memory.allocate(*sizes)
+                if max_rows is None or self.native.always_agrees:
+                    self._agree(rounds, self.native.largest_bytes)
+                kept, payload = growth.room(rounds, sum(sizes), partial(self._memory.allocate, *sizes))
             args = self.native.bind(payload, kept, rows, x, scales, topk_idx, topk_weights)
         if args is None:
             return None
@@ -104,6 +110,19 @@ class Plan(DispatchPlan):
         if handle is None:
             handle = Handle(rounds, self, args, kept)
         return Routed(handle, self, args, payload)
+
+    def _room_to_repeat(self, rounds: Rounds, handle: Handle) -> _native.Block:
+        first: Any = handle.plan
+        # The dispatch was without `max_rows` on this rank, so on the others as well.
+        if self.native.always_agrees or handle.args.route.max_rows == first.native.rows:
+            self._agree(rounds, self.native.largest_payload_bytes(first.native.rows_of_all))
+        nbytes = self.native.payload_bytes(handle.args.max_rows)
+        return growth.room(rounds, nbytes, partial(self._memory.rows, nbytes))
+
+    def _agree(self, rounds: Rounds, nbytes: int) -> None:
+        """Make room on all ranks for a round of so many bytes, as all ranks find it."""
+        if nbytes > self._memory.parts.agreed:
+            growth.grow(rounds, nbytes)
 
     def run(self, args: _native.DispatchArgs) -> None:
         """Run a dispatch, or half of one, on the executor."""

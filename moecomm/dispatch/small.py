@@ -1,4 +1,4 @@
-"""Dispatches of short rows, which verify other rounds."""
+"""Dispatches of short rows or none, which verify other rounds, or at which ranks meet."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ class SmallDispatch:
         layout: "flat" without `repeat`.
         repeat: by a handle.
         words: int64 of a row; even.
+        grows: at which ranks meet, see growth.py, and not for verification.
     """
 
-    def __init__(self, rounds: Rounds, layout: Layout, repeat: bool, words: int) -> None:
+    def __init__(self, rounds: Rounds, layout: Layout, repeat: bool, words: int, grows: bool) -> None:
         self._session, self._memory, self._flight = rounds.session, rounds.memory, rounds.flight
-        self._device, self._words = rounds.device, words
+        self._device, self._words, self._topk = rounds.device, words, rounds.topk
         args = _native.DispatchArgs()
         args.ctx = rounds.session.context
         args.hidden, args.in_type, args.row_bytes = 2 * words, TYPES[torch.float32], 8 * words
         args.layout, args.alignment, args.repeat = LAYOUTS.index(layout), 1, int(repeat)
         args.idx_bytes = 0 if repeat else 8
         args.call = signature.pack(
-            call=signature.DISPATCHES.index("verification"),
+            call=signature.DISPATCHES.index(signature.GROWTH if grows else "verification"),
             layout=args.layout,
             dtype=args.in_type,
             topk_idx_dtype=int(not repeat),
@@ -46,7 +47,7 @@ class SmallDispatch:
         self._native = _native.DispatchPlan(args, False, x, None, ids, None)
         self._layout, self._room = layout, rounds.num_ranks
         self._runs: dict[int, Callable[[_native.DispatchArgs], None]] = {}
-        self._recorded = self._flight.kind("verify", args.call, torch.float32, 8 * words)
+        self._recorded = self._flight.kind("dispatch" if grows else "verify", args.call, torch.float32, 8 * words)
 
     def by_handle(self, handle: Handle, rows: torch.Tensor) -> tuple[_native.DispatchArgs, torch.Tensor]:
         """Make room for int64 `[T, words]` to travel as rows of a dispatch; return where: `[rows, words]`."""
@@ -65,14 +66,21 @@ class SmallDispatch:
         Returns:
             Its arguments, and the owner of its memory until it has been launched.
         """
+        return self._of(torch.zeros(1, 2 * self._words, device=self._device), ids)
+
+    def of_no_token(self) -> tuple[_native.DispatchArgs, object]:
+        """Prepare a dispatch without tokens, as of_one_token()."""
+        ids = torch.empty(0, self._topk, dtype=torch.int64, device=self._device)
+        return self._of(torch.empty(0, 2 * self._words, device=self._device), ids)
+
+    def _of(self, x: torch.Tensor, ids: torch.Tensor) -> tuple[_native.DispatchArgs, object]:
         sizes = (self._native.kept_bytes(self._room), self._native.payload_bytes(self._room))
-        kept, payload = blocks = tuple(map(self._memory.scratch, sizes))
-        self._schedule(1)
-        x = torch.zeros(1, 2 * self._words, device=self._device)
+        kept, payload = map(self._memory.scratch, sizes)
+        self._schedule(len(x))
         args = self._native.bind(payload, kept, self._room, x, None, ids, None)
         assert args is not None, "the tensors that the plan was made for"
         self._load(args)
-        return args, blocks
+        return args, (kept, payload, x, ids)
 
     def run(self, args: _native.DispatchArgs) -> None:
         """Run it on the executor."""
@@ -93,13 +101,15 @@ class _Kinds(Part):
     """The small dispatches of a Buffer."""
 
     def __init__(self) -> None:
-        self.by_kind: dict[tuple[Layout, bool, int], SmallDispatch] = {}
+        self.by_kind: dict[tuple[Layout, bool, int, bool], SmallDispatch] = {}
 
 
-def small_dispatch(rounds: Rounds, layout: Layout, repeat: bool, words: int = _WORDS) -> SmallDispatch:
+def small_dispatch(
+    rounds: Rounds, layout: Layout, repeat: bool, words: int = _WORDS, grows: bool = False
+) -> SmallDispatch:
     """Return the dispatches of this kind of a Buffer."""
     found = rounds.part(_Kinds) or rounds.add(_Kinds())
-    key = layout, repeat, words
+    key = layout, repeat, words, grows
     if key not in found.by_kind:
-        found.by_kind[key] = SmallDispatch(rounds, layout, repeat, words)
+        found.by_kind[key] = SmallDispatch(rounds, *key)
     return found.by_kind[key]

@@ -209,6 +209,30 @@ class Session(Maskable, Protocol):
         ...
 
     @property
+    def agrees(self) -> bool:
+        """Return whether ranks use what extend() takes late, and agree by grow() on what a round needs at once."""
+        ...
+
+    def grow(
+        self, nbytes: int, missing: Callable[[int], int], ranks: Collection[int], meet: Callable[[], None]
+    ) -> tuple[int, tuple[int, int] | None] | None:
+        """Take memory for rounds of `nbytes`, or as many as another rank needs.  Collective.
+
+        Called when no rank is in a round, and not in a capture.
+
+        Args:
+            nbytes: that this rank needs.
+            missing: returns the bytes that its window lacks for so many.
+            ranks: that make this call.
+            meet: returns when all of them have called it so often.
+
+        Returns:
+            The bytes that the rank needs that needs most, or somewhat more, and offset and bytes of the memory taken;
+            None: the window lacks none.  None on every rank if one of them has no memory for it, or can't map it.
+        """
+        ...
+
+    @property
     def extending(self) -> bool:
         """Return whether extend() has taken memory that not all peers have mapped yet."""
         ...

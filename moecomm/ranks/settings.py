@@ -374,11 +374,11 @@ class Settings:
             return tables + rows
         # A fused layer publishes rows and receives one for each entry, beside row descriptors.
         published = self.max_tokens * (self.topk + 1) * self._output_row_bytes
-        descriptors = self._largest_rows * 16
+        descriptors = self.largest_rows * 16
         return max(tables + rows, published + descriptors + tables)
 
     @cached_property
-    def _largest_rows(self) -> int:
+    def largest_rows(self) -> int:
         """Rows of the layout that takes the most.  The worst case of `batched` counts up to 2 GiB."""
         most = self.extremes[0]
         rows = max(self.capacity_rows("flat", rank=most), self.capacity_rows("expert", 128, rank=most))
@@ -388,7 +388,7 @@ class Settings:
     @cached_property
     def _largest_round(self) -> tuple[int, int]:
         """Bytes of a round's tables, with what verifies it, and of its rows, in the layout that takes the most."""
-        rows = self._largest_rows
+        rows = self.largest_rows
         arriving = self.hidden * self.dtype.itemsize
         tables = rows * (self._output_row_bytes - arriving) + self.max_tokens * self.tables_bytes
         tables += 16 * self._local[0] + (1 << 16)

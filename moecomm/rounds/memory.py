@@ -24,6 +24,9 @@ class WindowMemory:
     takes when nothing else is free.  Outputs in other blocks are copied out of the window before their call returns
     (moecomm/dispatch/outputs.py), so the reserve is empty between calls.
 
+    Where ranks use an extension late, when all peers have mapped it, they agree ahead of a round that takes more than
+    the reserve (moecomm/dispatch/growth.py), and an extension is the reserve from then on.
+
     A captured graph writes to its blocks at every replay, also after the tensors of the capture are gone.  So its
     outputs come from pieces of the heap that only captures use, and what it needs during a call from the reserve.
     Captures share both, because rounds of one Buffer never run at the same time.  No eager output is ever in memory
@@ -38,6 +41,7 @@ class WindowMemory:
         capturing: returns whether a graph is being captured.
         tables, reserve: see divide().
         extend: see Session.extend.
+        agrees: see Session.agrees.
     """
 
     def __init__(
@@ -47,12 +51,15 @@ class WindowMemory:
         tables: int = 0,
         reserve: int = 0,
         extend: Callable[[int], tuple[int, int] | None] = lambda _: None,
+        agrees: bool = False,
     ) -> None:
         self.arena = arena
         self.parts = _native.HeapParts(arena)
-        self._capturing, self._extend_window = capturing, extend
+        self._capturing, self._extend_window, self._agrees = capturing, extend, agrees
         self._tables_of_graphs: _Pieces = []  # apart from rows: other graphs may need more of the one or the other
         self._rows_of_graphs: _Pieces = []
+        self._graphs_use_reserve = False
+        self._reserves_of_graphs: list[_native.Block] = []  # earlier ones, which replays still write to
         self._warned = False
         self.divide(tables, reserve)
 
@@ -60,8 +67,18 @@ class WindowMemory:
         """Set the bytes that tables fill before they lie among rows, and those of the reserve.
 
         The rest is for rows, and a little of the tables' part, because blocks begin at multiples of 256.  A round that
-        takes more than the reserve enlarges it.
+        takes more than the reserve enlarges it.  All ranks give the same reserve.
         """
+        self._divide(tables, reserve)
+        self._opened = self.parts.reserve
+        self.disagree()
+
+    def disagree(self) -> None:
+        """Forget what ranks have agreed on beyond the reserve of divide(): they may have come to different ends."""
+        if self._agrees:
+            self.parts.agreed = self._opened
+
+    def _divide(self, tables: int, reserve: int) -> None:
         parts = self.parts
         parts.reserve = min(-(-reserve // _UNIT) * _UNIT, self.arena.end - self.arena.begin)
         parts.end = self.arena.end - parts.reserve
@@ -80,11 +97,16 @@ class WindowMemory:
     @property
     def held(self) -> int:
         """Bytes in blocks of eager rounds, which tensors or handles still hold."""
-        return self.used - sum(piece.nbytes for _, piece in self._tables_of_graphs + self._rows_of_graphs)
+        of_graphs = [piece for _, piece in self._tables_of_graphs + self._rows_of_graphs] + self._reserves_of_graphs
+        return self.used - sum(piece.nbytes for piece in of_graphs)
 
     @property
     def _arenas(self) -> list[_native.Arena]:
-        return [self.arena, *self.parts.extensions]
+        return [self.arena, *([self.parts.reserved] if self._reserve_has_moved else []), *self.parts.extensions]
+
+    @property
+    def _reserve_has_moved(self) -> bool:
+        return self.parts.reserved is not self.arena
 
     def stays(self, block: _native.Block) -> bool:
         """Return whether a block may be in use when its call has returned."""
@@ -106,12 +128,52 @@ class WindowMemory:
     def scratch(self, nbytes: int) -> _native.Block:
         """Allocate a block that is freed before the call returns.  Raises BadInput when there is no room."""
         capturing = self._capturing()
-        block = self.arena.allocate(nbytes, self.parts.end)
+        block = self.parts.reserved.allocate(nbytes, self.parts.end)
         if block is None or (capturing and block.offset < self.parts.end):
             block = self._that_stays(nbytes, self.parts.allocate_rows, self._rows_of_graphs)
+        elif capturing:
+            self._graphs_use_reserve = True
         if block is None:
-            raise self._no_room(nbytes)
+            raise self.no_room(nbytes)
         return block
+
+    def missing(self, nbytes: int) -> int:
+        """Return the bytes that the window lacks for a reserve in which a round of so many finds room; 0: none.
+
+        The outputs of such a round may stay, too, as in a window of the default size.
+        """
+        need = _reserve_for(nbytes)
+        if need <= self.parts.reserve:
+            return 0
+        stays = max(arena.end - arena.begin for arena in self._arenas) >= need
+        return (need if stays else 2 * need) + _SLACK
+
+    def grown(self, nbytes: int, extension: tuple[int, int] | None) -> None:
+        """Note that all ranks have a reserve for rounds of so many bytes, and take theirs from an extension, if given.
+
+        Called when the reserve is empty, but for memory of failed rounds.
+        """
+        parts = self.parts
+        if extension is not None:
+            before, end = parts.reserved, parts.end
+            if self._graphs_use_reserve:
+                self._reserves_of_graphs += _all_from(before, end)
+                self._graphs_use_reserve = False
+            if self._reserve_has_moved:
+                parts.extend(before, self._first_row(before.begin, before.end - before.begin))
+            offset, size = extension
+            if (more := size - _reserve_for(nbytes)) >= _reserve_for(nbytes):
+                parts.extend(_native.Arena(offset, more), self._first_row(offset, more))
+                offset, size = offset + more, size - more
+            parts.reserved = reserved = _native.Arena(offset, size)
+            parts.end, parts.reserve = reserved.begin, reserved.end - reserved.begin
+        parts.agreed = max(parts.agreed, nbytes)
+
+    @property
+    def next_size(self) -> int:
+        """Bytes of the round to make room for where ranks agree once more, the same on all ranks; 0: for the first."""
+        agreed = self.parts.agreed
+        return agreed + agreed // 2 if agreed > self._opened else 0
 
     def warn_of_copies(self) -> None:
         """Warn, once, that outputs are copied out of the window."""
@@ -126,8 +188,9 @@ class WindowMemory:
         )
 
     def _enlarge(self, nbytes: int) -> None:
-        """Enlarge the reserve for a round that takes so much."""
-        self.divide(self.parts.first_row - self.arena.begin + _SLACK, nbytes + 2 * _UNIT)
+        """Enlarge the reserve for a round that takes so much, in the heap."""
+        if not self._reserve_has_moved:
+            self._divide(self.parts.first_row - self.arena.begin + _SLACK, nbytes + 2 * _UNIT)
 
     def _place(self, nbytes: int, allocate: _Allocate, of_graphs: _Pieces) -> _native.Block:
         """Allocate a block that stays, or one in the reserve.  Raises BadInput when there is no room."""
@@ -159,18 +222,40 @@ class WindowMemory:
 
     def _extend(self, nbytes: int) -> bool:
         """Take memory for a block of so many bytes and for as much as a round; False: there is none, or not yet."""
-        arena, parts = self.arena, self.parts
-        found = self._extend_window(max(nbytes, parts.reserve, self.nbytes // _STEPS) + _SLACK)
+        found = self._extend_window(max(nbytes, self.parts.reserve, self.nbytes // _STEPS) + _SLACK)
         if found is None:
             return False
-        offset, size = found
-        tables = size * (parts.first_row - arena.begin) // max(1, parts.end - arena.begin)
-        parts.extend(_native.Arena(offset, size), offset + min(tables, size // 2))
+        self.parts.extend(_native.Arena(*found), self._first_row(*found))
         return True
 
-    def _no_room(self, nbytes: int) -> BadInput:
+    def _first_row(self, offset: int, size: int) -> int:
+        """Return where rows begin in an extension: tables have as large a part of it as of the heap."""
+        arena, parts = self.arena, self.parts
+        tables = size * (parts.first_row - arena.begin) // max(1, min(parts.end, arena.end) - arena.begin)
+        return offset + min(tables, size // 2)
+
+    def no_room(self, nbytes: int) -> BadInput:
+        """Return the error of a round that finds no block of so many bytes."""
         return BadInput(
             "window_bytes",
             f"a window with {max(arena.largest_free for arena in self._arenas)} bytes free in one piece",
-            f"{nbytes} for this round: keep fewer outputs, pass max_rows=, or open the Buffer with more",
+            f"{nbytes} for this round: keep fewer outputs, pass max_rows=, or open the Buffer with "
+            f"window_bytes={max(self.nbytes, self.used) + 2 * (nbytes + _SLACK)}",
         )
+
+
+def _reserve_for(nbytes: int) -> int:
+    """Return the bytes of a reserve for a round of two blocks of so many."""
+    return -(-nbytes // _UNIT) * _UNIT + 2 * _UNIT
+
+
+def _all_from(arena: _native.Arena, begin: int) -> list[_native.Block]:
+    """Allocate all that is free in an arena from an offset on."""
+    found, size = [], arena.end - begin
+    while size >= _UNIT:
+        block = arena.allocate(size, begin)
+        if block is not None and block.offset >= begin:
+            found.append(block)
+        else:
+            size = size // 2 // _UNIT * _UNIT
+    return found

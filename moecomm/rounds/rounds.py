@@ -83,6 +83,7 @@ class Rounds(RoundState, Bound):
         parts: parts that other folders have added, by class.
         layer_forms: whether layers that have been measured run fused: those of `origin`, and later ones.
         begun: the Routed of a dispatch_begin() whose dispatch_end() is yet to come.
+        driven: one thread prepares the calls of all ranks before it launches any of them (moecomm.testing).
 
     Args:
         session: opened by the backend.
@@ -113,7 +114,8 @@ class Rounds(RoundState, Bound):
         before, heap = _native.choice_bytes(shape) * settings.balances, session.context.window.heap
         taken = shape.heap_bytes - session.extensible - before
         arena = _native.Arena(heap + before, taken)
-        self.memory = WindowMemory(arena, session.capturing, *settings.heap_parts(taken), session.extend)
+        how = session.extend, session.agrees
+        self.memory = WindowMemory(arena, session.capturing, *settings.heap_parts(taken), *how)
         self.plans = PlanCache()
         known = (self.plans.table, self.memory.parts, self.flight, self.turn, session.context.record, self.on_cpu)
         self.known_calls = _native.KnownCalls(*known)
@@ -121,6 +123,7 @@ class Rounds(RoundState, Bound):
         self.layer_forms = dict(origin.layer_forms)
         self.sampling = Sampling(settings.verify_every, row_tables) if settings.verify_every else None
         self.begun: Bound | None = None
+        self.driven = False
         self._late: list[object] = []  # outputs of failed dispatches, which masked ranks may still write
         self.experts = ExpertNames(settings.named_experts, ids, self.device)
         self.slots: Slots | None = None
@@ -191,6 +194,7 @@ class Rounds(RoundState, Bound):
             self._late.clear()
         self.masked, self.begun, self.calls = masked, None, 0
         self.unfinished.clear()
+        self.memory.disagree()
         if self.sampling is not None:
             self.sampling.restart()
         self.recovered()

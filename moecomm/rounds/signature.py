@@ -22,6 +22,7 @@ from moecomm.base.choices import BALANCES, Quantize, ScaleLayout
 from moecomm.base.protocol import LAYOUTS, SCALE_FORMATS, TYPES
 
 GROW = "asks for a larger buffer"
+GROWTH = "dispatch that needs a larger window"  # ahead of it: moecomm/dispatch/growth.py
 LAYERS = (1 << 14) - 1  # numbers of layers, from 1
 # The calls of users that rounds belong to.
 DISPATCHES = (
@@ -40,6 +41,7 @@ DISPATCHES = (
     "moe in INT8 in chunks",
     "moe that measures",  # its forms behind this round, with all ranks
     "moe that measures in INT8",
+    GROWTH,
 )
 COMBINES = ("combine", "moe", "backward of dispatch", "backward of moe")
 

@@ -55,6 +55,8 @@ class LocalBuffers:
     def _drive(self, buffers: list[Buffer]) -> None:
         self.buffers = buffers
         self.device = self.buffers[0].device
+        for buffer in buffers:
+            buffer.rounds.driven = True
         count = len(buffers) if self.device.type == "cuda" else 0
         # torch has _STREAMS streams of each priority, and then hands them out again: ranks must not share one.
         self.streams = [

@@ -205,6 +205,39 @@ def test_what_is_larger_than_the_reserve_finds_room_in_extensions() -> None:
     assert ranges([memory.scratch(1 << 20)]) == place
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_reserve_that_moves_leaves_nobody_behind(seed: int) -> None:
+    """Rounds larger than the reserve, graphs and kept blocks: no two meet, and no block stays where a replay writes."""
+    rng, capturing = random.Random(seed), False
+    behind = Addresses(1 << 20, 0)
+    memory = WindowMemory(_native.Arena(256, (1 << 20) - 256), lambda: capturing, 1 << 14, 1 << 16, agrees=True)
+    kept: list[_native.Block] = []
+    replayed: list[range] = []
+    for _ in range(400):
+        capturing = rng.random() < 0.3
+        size = rng.randrange(1 << rng.choice([12, 16, 17, 20]))
+        if size > memory.parts.agreed and not capturing:
+            lacks = memory.missing(size)
+            memory.grown(size, behind.extend(lacks) if lacks else None)
+            assert memory.parts.agreed == size <= memory.parts.reserve
+        if size > memory.parts.agreed:
+            continue
+        blocks = list(memory.allocate(size // 8, size - size // 8))
+        scratch = memory.scratch(rng.randrange(1 << 12))
+        if capturing:
+            replayed += [*ranges(blocks), *ranges([scratch])]
+        else:
+            kept += filter(memory.stays, blocks)
+        del blocks, scratch
+        rng.shuffle(kept)
+        del kept[rng.randrange(8) :]
+        spans = sorted((block.offset, block.end) for block in kept)
+        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
+        for begin, end in spans:
+            assert not any(begin < written.stop and written.start < end for written in replayed)
+    assert memory.parts.extensions and memory.held == sum(-(-max(1, block.nbytes) // 256) * 256 for block in kept)
+
+
 def test_copies_are_told_once() -> None:
     memory = WindowMemory(_native.Arena(0, 1 << 16), lambda: False, reserve=1 << 14)
     with pytest.warns(UserWarning, match=f"window_bytes={(1 << 16) + (1 << 14)} "):

@@ -130,6 +130,7 @@ PARTS: dict[str, list[Step]] = {
         one("suspension", 200, "tests/gpu/test_suspension.py", random=False, shares=False),
         one("capacity", 200, "tests/gpu/test_capacity.py", random=False),
         one("kept", 300, "tests/gpu/test_kept_outputs.py", random=False, shares=False),
+        one("growth", 100, "tests/gpu/test_growth.py", random=False),
         one("flight", 100, "tests/gpu/test_flight_record.py", random=False),
         one("routing", 60, "tests/gpu/test_routing.py", random=False),
         one("masks", 300, "tests/gpu/test_masks.py", random=False),
@@ -173,6 +174,7 @@ PARTS: dict[str, list[Step]] = {
         Step("masks2", 200, ("tests/gpu/test_masks.py", "-m", "gpu2"), gpus=2),
         Step("suspension2", 200, ("tests/gpu/test_suspension.py", "-m", "gpu2"), gpus=2),
         Step("capacity2", 200, ("tests/gpu/test_capacity.py", "-m", "gpu2"), gpus=2),
+        Step("growth2", 400, ("tests/gpu/test_growth.py", "-m", "gpu2"), gpus=2),
     ],
     "windows": [
         one("windows", 200, "tests/gpu/test_windows.py", random=False),

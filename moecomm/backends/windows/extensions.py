@@ -16,7 +16,7 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 
 from moecomm import _native
@@ -27,9 +27,10 @@ from moecomm.ranks.group import Rendezvous
 log = logging.getLogger("moecomm")
 
 BYTES = 512  # of a rank's words
-# Their offsets: offers of all ranks so far, a u64 of rank 0 alone; the name of the rank's socket; u32 by rank, the
-# extent of its window that the rank has mapped, in units.
-_OFFERS, _NAME, _EXTENTS = 0, 64, 128
+# Their offsets: offers of all ranks so far, a u64 of rank 0 alone; of grow(), the units that the rank needs, and
+# whether it has taken and mapped memory, u32 each; the name of the rank's socket; u32 by rank, the extent of its window
+# that the rank has mapped, in units.
+_OFFERS, _NEED, _GROWN, _NAME, _EXTENTS = 0, 8, 12, 64, 128
 _NAME_BYTES, _UNIT = 16, 4096
 _OFFER = struct.Struct("<IQQ")  # rank, offset, bytes
 _CREDENTIALS = struct.Struct("<iII")  # struct ucred
@@ -59,8 +60,9 @@ class Extensions:
         synchronize: Callable[[], None],
     ) -> None:
         self._window, self._synchronize, self._rank = window, synchronize, ranks.rank
-        self._offered: tuple[int, int] | None = None  # offset and bytes, until all peers have mapped them
-        self._refused = False
+        self._offered: list[tuple[int, int]] = []  # offsets and bytes of memory that is not in use yet
+        self._refused = False  # extend() tries no more
+        self._broken = False  # peers may have mapped another extent of this window than others
         self._opened = [] if words is not None else open_windows(ranks, BYTES, timeout_s)[1]
         self._words = [page.address for page in self._opened] if words is None else list(words)
         with ExitStack() as undo:
@@ -69,7 +71,7 @@ class Extensions:
                 undo.callback(self._socket.close)
                 name = secrets.token_bytes(_NAME_BYTES)
                 self._socket.bind(b"\0" + name)
-                self._socket.listen(ranks.ranks)
+                self._socket.listen(4 * ranks.ranks)  # offers of several calls
                 ctypes.memmove(self._words[self._rank] + _NAME, name, _NAME_BYTES)
             undo.pop_all()
         self.offers = ctypes.c_uint64.from_address(self._words[0] + _OFFERS)
@@ -77,15 +79,43 @@ class Extensions:
     @property
     def pending(self) -> bool:
         """Return whether memory has been taken that not all peers have mapped yet."""
-        return self._offered is not None
+        return bool(self._offered)
 
     def extend(self, nbytes: int) -> tuple[int, int] | None:
-        if self._offered is None and not self._refused:
-            self._offer(nbytes)
-        if self._offered is None or not self._is_mapped(sum(self._offered)):
+        if not self._offered and not self._refused:
+            self._refused = self._offer(nbytes) is None
+        if not self._offered or not self._is_mapped(sum(self._offered[0])):
             return None
-        offered, self._offered = self._offered, None
-        return offered
+        return self._offered.pop(0)
+
+    def grow(
+        self, nbytes: int, missing: Callable[[int], int], ranks: Collection[int], meet: Callable[[], None]
+    ) -> tuple[int, tuple[int, int] | None] | None:
+        """See Session.grow.  No word is written again before all ranks have read it: they meet in between."""
+        own, pages = self._words[self._rank], {rank: self._words[rank] for rank in ranks}
+        _native.store_word(own + _NEED, -(-nbytes // _UNIT))
+        meet()
+        most = max(_native.read_word(page + _NEED) for page in pages.values()) * _UNIT
+        lacks, offered = missing(most), None
+        if lacks > 0:  # what an earlier call has taken that failed, or more
+            earlier = (offer for offer in self._offered if offer[1] >= lacks)
+            offered = next(earlier, None) or self._offer(lacks)
+        self.publish()
+        meet()
+        self._map_offers()
+        self.publish()
+        taken = lacks == 0 or offered is not None
+        mapped = (
+            self._window.extent(rank) >= _native.read_word(page + _EXTENTS + 4 * rank) * _UNIT
+            for rank, page in pages.items()
+        )
+        _native.store_word(own + _GROWN, int(taken and all(mapped)))
+        meet()
+        if not all(_native.read_word(page + _GROWN) for page in pages.values()):
+            return None
+        if offered is not None:
+            self._offered.remove(offered)
+        return most, offered
 
     def admit(self) -> int:
         """Map what peers offer, once the rounds so far have ended; return the number of offers before."""
@@ -107,25 +137,28 @@ class Extensions:
         self._opened = []  # a thread that still reads its words keeps them
         del self._window, self._synchronize
 
-    def _offer(self, nbytes: int) -> None:
-        """Map memory and send it to all peers.  A failure is the last attempt."""
+    def _offer(self, nbytes: int) -> tuple[int, int] | None:
+        """Map memory and send it to all peers; return its offset and bytes, or None if that fails."""
+        if self._broken:
+            return None
         try:
             begin, size, descriptor = self._window.extend(nbytes)
             if descriptor is not None:
+                self._broken = True
                 try:
                     self._send(_OFFER.pack(self._rank, begin, size), descriptor)
                 finally:
                     os.close(descriptor)
+                self._broken = False
         except (RuntimeError, OSError) as error:
-            self._refused = True
             log.info("rank %d: the window keeps its size: %s", self._rank, error)
-            return
-        self._offered = begin, size
-        if len(self._words) == 1:  # nobody has to map it
-            return
-        counter = self._words[0] + _OFFERS
-        while not _native.replace_word(counter, before := _native.read_long_word(counter), before + 1):
-            pass
+            return None
+        if len(self._words) > 1:  # else nobody has to map it
+            counter = self._words[0] + _OFFERS
+            while not _native.replace_word(counter, before := _native.read_long_word(counter), before + 1):
+                pass
+        self._offered.append((begin, size))
+        return begin, size
 
     def _send(self, offer: bytes, descriptor: int) -> None:
         for rank, words in enumerate(self._words):
