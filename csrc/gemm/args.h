@@ -31,7 +31,8 @@ struct GemmArgs {
     // Scaled e4m3.  x_scales: f32[rows][ceil(depth / 128)].  w_scales: f32[groups][ceil(columns / 128)][ceil(depth / 128)], in the row
     // order of w in memory.  out_scales: f32[rows][ceil(columns / 2 / 128)], where the product is cast. With GemmConfig::channel_scales,
     // x_scales: f32[rows], x_scale_row apart.  w_scales: f32[groups][columns], in the row order of w in memory.
-    // With GemmConfig::mxfp4 there are w_scales only: u8[groups][columns][depth / 32].
+    // With GemmConfig::mxfp4 beside bf16 there are w_scales only: u8[groups][columns][depth / 32].  Beside e4m3, w_scales:
+    // u32[groups][ceil(depth / 128)][columns] (packed_scaled.cuh).
     u64 x_scales, w_scales, out_scales;
     i64 x_scale_row, x_scale_column;  // strides of x_scales, in elements
     u64 bias;                         // f32[groups][columns], of gated products gate columns before up columns; 0: none
@@ -44,10 +45,11 @@ MOECOMM_BOTH constexpr i32 gemm_block_columns(bool scaled) { return kMathGroups 
 MOECOMM_BOTH constexpr i32 gemm_stage_bytes(bool scaled) { return scaled ? 4096 : 8192; }
 // Dynamic shared memory of a block; gemm.cuh asserts that GemmShared fits.
 MOECOMM_BOTH constexpr i32 gemm_shared_bytes(bool scaled, i32 most_rows, i32 stages, bool mxfp4 = false) {
-    const i32 barriers = 2 * static_cast<i32>(sizeof(u64)), scales = scaled ? 4 * (kWeightScales + most_rows) : 0;
-    const i32 slot =
-        mxfp4 ? gemm_block_columns(scaled) * (kPackedRowBytes + kPackedScaleBytes) + most_rows * kPackedBoxes * kSlotRowBytes + barriers
-              : (gemm_block_columns(scaled) + most_rows) * kSlotRowBytes + barriers + scales;
+    const i32 barriers = 2 * static_cast<i32>(sizeof(u64)), columns = gemm_block_columns(scaled);
+    const i32 of_rows = scaled ? 4 * most_rows : 0, of_weights = !scaled ? kPackedScaleBytes * columns : mxfp4 ? 4 * columns : 4 * kWeightScales;
+    const i32 boxes = mxfp4 && !scaled ? kPackedBoxes : 1;
+    const i32 slot = columns * (mxfp4 ? kPackedRowBytes : kSlotRowBytes) + boxes * most_rows * kSlotRowBytes + barriers + of_rows +
+                     (scaled || mxfp4 ? of_weights : 0);
     return stages * slot + kMathGroups * 2 * gemm_stage_bytes(scaled) + kMostGroups * 4 + 16;
 }
 

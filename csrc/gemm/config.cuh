@@ -26,7 +26,7 @@ struct GemmConfig {
     Activation activation = Activation::swiglu;
     bool bias = false;            // GemmArgs::bias may be given
     bool channel_scales = false;  // sums over the whole depth are multiplied by a scale of their row of x and one of their row of w
-    bool mxfp4 = false;           // w is packed MXFP4 (mxfp4.cuh), x is bf16 and operand B
+    bool mxfp4 = false;           // w is packed MXFP4 and x operand B: bf16 (mxfp4.cuh) or scaled e4m3 (packed_scaled.cuh)
     bool integers = false;        // with channel_scales: the bytes of x and w are int8 and not e4m3, and sums are exact
 
     // A scale for 128 columns of x, and for 128 rows and columns of w.
@@ -43,7 +43,7 @@ struct GemmConfig {
     // share a scale belong to one block, also after SwiGLU.
     MOECOMM_BOTH constexpr i32 parts() const { return scaled() ? 2 : 1; }
     MOECOMM_BOTH constexpr i32 block_columns() const { return gemm_block_columns(scaled()); }  // rows of w
-    MOECOMM_BOTH constexpr i32 boxes() const { return mxfp4 ? kPackedBoxes : 1; }  // boxes of x in a slot, of neighboring columns
+    MOECOMM_BOTH constexpr i32 boxes() const { return mxfp4 && !scaled() ? kPackedBoxes : 1; }  // boxes of x in a slot, of neighboring columns
     MOECOMM_BOTH constexpr i32 depth() const { return boxes() * kSlotRowBytes / bytes_of(type); }  // columns of x and w in a slot
     MOECOMM_BOTH constexpr i32 weight_row_bytes() const { return mxfp4 ? kPackedRowBytes : kSlotRowBytes; }
     MOECOMM_BOTH constexpr i32 weight_bytes() const { return block_columns() * weight_row_bytes(); }  // bytes of w in a slot

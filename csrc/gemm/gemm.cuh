@@ -14,6 +14,7 @@
 #include "epilogue_rows.cuh"
 #include "finish.cuh"
 #include "mxfp4.cuh"
+#include "packed_scaled.cuh"
 #include "scaled.cuh"
 
 namespace moecomm {
@@ -85,7 +86,7 @@ MOECOMM_FN void load_rows(GemmShared<c>& s, const TensorMap* x, const Tile& tile
         const i32 box = c.least_box() << i;
         if (box * c.cluster > c.most_rows || (part & box) == 0) continue;
         load_box_for_all<c.cluster>(to, x[i], k, row, &s.barriers.full[slot], kKeepNormal);
-        if constexpr (c.mxfp4)
+        if constexpr (c.boxes() > 1)
             load_box_for_all<c.cluster>(to + c.box_bytes(), x[i], k + kSlotRowBytes / bytes_of(c.type), row, &s.barriers.full[slot],
                                         kKeepNormal);
         to += box * kSlotRowBytes;
@@ -149,7 +150,26 @@ struct TileScales<product, true, false> {
     }
 };
 
-// With packed weights.
+template <GemmConfig product>
+struct TileScales<product, true, true> {
+    PackedScalesWalk<product> walk;
+    const float* of_x;
+
+    MOECOMM_FN TileScales(const GemmArgs& args, const Tile& tile, i32 rank, u64 x_scales)
+        : walk(args, tile.group, block_of<product>(tile, rank)), of_x(reinterpret_cast<const float*>(x_scales)) {}
+    // Loads the scales of the next step into its slot, as above.
+    template <GemmConfig c>
+    MOECOMM_FN void load(GemmShared<c>& s, const GemmArgs& args, const Tile& tile, i32 slot) {
+        walk.load(s.scales.of_w(slot));
+#pragma unroll 1
+        for (i32 i = lane_id(); i < tile.padded; i += kWarp)
+            load_scale(s.scales.of_x(slot) + i * 4, of_x + (tile.row + min(i, tile.rows - 1)) * args.x_scale_row);
+        arrive_when_loaded(&s.barriers.full[slot]);
+        of_x += args.x_scale_column;
+    }
+};
+
+// With packed weights beside bf16.
 template <GemmConfig product>
 struct TileScales<product, false, true> {
     PackedWalk<product> walk;
@@ -266,6 +286,8 @@ MOECOMM_FN void multiply_padded(GemmShared<c>& s, RingPlace<c>& place, i32 math_
         multiply_rows<c>(s.ring, s.barriers, s.scales, place, math_group, steps, padded, accum);
     } else if (n > c.row_unit && padded != n) {
         if constexpr (n > c.row_unit) multiply_padded<c, n - c.row_unit>(s, place, math_group, steps, padded, accum);
+    } else if constexpr (c.mxfp4) {
+        multiply_packed_scaled<c, n>(s.ring, s.barriers, s.scales, place, math_group, steps, accum);
     } else if constexpr (c.scaled()) {
         multiply_scaled<c, n>(s.ring, s.barriers, s.scales, place, math_group, steps, accum);
     } else {
@@ -302,7 +324,7 @@ MOECOMM_FN void make_tiles(GemmShared<c>& s, const GemmArgs& args, const Out& ou
         if constexpr (c.restarts()) clear(accum);
         ChannelScales<c> scales;
         scales.template load<c>(args, tile, block_of<c>(tile, place_in_cluster<c>()), math_group);
-        if constexpr (c.mxfp4) {
+        if constexpr (c.mxfp4 && !c.scaled()) {
             const PackedTile<c> packed(args, tile.group, block_of<c>(tile, place_in_cluster<c>()), math_group);
             multiply_packed<c>(s.ring, s.barriers, s.scales, place, packed, steps, tile.padded, accum[0]);
         } else {

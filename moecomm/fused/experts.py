@@ -59,7 +59,7 @@ def apply_experts(
         lacks = of.lacks_kernel(x, w2)
     if lacks:
         say_once(of.slow, lacks)
-    if of.packed > 1 and (lacks or not on_gpu):
+    if of.packed > 1 and of.quantize is None and (lacks or not on_gpu):
         how = {"interleaved": interleaved, "expected_rows": expected_rows, "activation": activation, "biases": biases}
         return apply_experts(PLAIN, x, of.widen(w13), of.widen(w2), counts, **how)
     if lacks:
@@ -67,7 +67,7 @@ def apply_experts(
         rows = of.cast(inner, x.dtype) if of.casts else inner
         return multiply_by_torch(rows, w2, counts, dtype, False, None, biases[1])
     data, of_data = (w2, None) if isinstance(w2, torch.Tensor) else (w2[0], w2[1])
-    intermediate = data.shape[2] * of.packed
+    intermediate = (w13 if isinstance(w13, torch.Tensor) else w13[0]).shape[1] // 2
     inner, of_inner = x.new_empty(len(x), intermediate, dtype=of.product or dtype), None
     if of.product is not None and scales is not None:
         of_inner = scales.new_empty(len(x), -(-intermediate // GROUP))
@@ -76,6 +76,8 @@ def apply_experts(
         how = {"alignment": 1, "interleaved": interleaved}
         rows = x if scales is None else (x, scales)
         made = inner if of_inner is None else Fp8(inner, of_inner)
+        if of.packed > 1:
+            w13, w2 = of.widen(w13)[:, :, : x.shape[1]], of.widen(w2)[:, :, :intermediate]
         reference.grouped_gemm(rows, w13, counts, **how, activation=activation, out=made, bias=biases[0])
         rows = of.cast(inner, x.dtype) if of.casts else made
         reference.grouped_gemm(rows, w2, counts, **how, activation=None, out=y, bias=biases[1])

@@ -8,10 +8,11 @@ from moecomm.base.arrays import as_tensor
 from moecomm.fused.channels import CHANNELS
 from moecomm.fused.fp4 import MXFP4, NVFP4
 from moecomm.fused.fp8 import BLOCKS, Fp8, as_operand
+from moecomm.fused.packed_mxfp4 import PACKED_MXFP4
 from moecomm.fused.weight_format import PLAIN, WeightFormat
 
 # Where w13 and w2 differ in format, that of the smaller number checks both, and says what is wrong.
-_ORDER: dict[WeightFormat, int] = {CHANNELS: 0, MXFP4: 1, NVFP4: 1, BLOCKS: 2, PLAIN: 3}
+_ORDER: dict[WeightFormat, int] = {CHANNELS: 0, MXFP4: 1, NVFP4: 1, PACKED_MXFP4: 1, BLOCKS: 2, PLAIN: 3}
 _KINDS: dict[type, WeightFormat] = {of.kind: of for of in _ORDER if of.kind is not None}
 
 
@@ -31,10 +32,10 @@ def as_weights(argument: str, given: Any) -> Any:
 
 
 def as_packed(w: Any) -> Any:
-    """Return a tuple of tensors as Mxfp4 or Nvfp4 if its length and the dtype of its values say so, else as it is."""
-    if type(w) in (tuple, Fp8) and len(w) > 1 and getattr(w[0], "dtype", None) is MXFP4.values:
-        for of in (MXFP4, NVFP4):
-            if len(w) == len(of.kind._fields):
+    """Return a tuple of tensors as weights of four bits if its length and the dtype of its values say so, else as it is."""
+    if type(w) in (tuple, Fp8) and len(w) > 1:
+        for of in (MXFP4, NVFP4, PACKED_MXFP4):
+            if len(w) == len(of.kind._fields) and getattr(w[0], "dtype", None) is of.values:
                 return of.kind(*w)
     return w
 

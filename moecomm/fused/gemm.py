@@ -166,7 +166,7 @@ def grouped_gemm(
         if given.by_channel and given.x_scales is not None and given.w_scales is not None:  # of the usual shapes
             x, w = (given.x, given.x_scales), (given.w, given.w_scales)
         elif of.packed > 1:
-            w = of.widen(w)
+            w = of.widen(w)[:, :, : given.x.shape[-1]]
         reference.grouped_gemm(x, w, tokens_per_expert, **how, out=returned)
         return returned
     _want_hopper(product.device.index)
@@ -277,7 +277,8 @@ def _launch_of(
     if schedule is None:
         groups, columns, depth = given.w.shape
         if given.mxfp4:
-            schedule = schedules.mxfp4_schedule(expected_rows, groups, columns, units)
+            choose = schedules.mxfp4_schedule if given.x_scales is None else schedules.packed_schedule
+            schedule = choose(expected_rows, groups, columns, units)
         else:
             tiled = tiled_as(dtype, given.by_channel)
             depth = depth * dtype.itemsize // tiled.itemsize  # as many bytes
@@ -352,6 +353,8 @@ def arguments_at(
     (groups, columns, _), depth, rows = w_shape, x_shape[-1], math.prod(x_shape[:-1])
     tiled = tiled_as(dtype, by_channel)
     w_dtype, w_bytes = (torch.uint8, kernels.PACKED_ROW_BYTES) if mxfp4 else (dtype, kernels.SLOT_ROW_BYTES)
+    if mxfp4 and dtype == kernels.FP8:
+        w_shape = (groups, columns, 4 * w_shape[2])  # bytes
     args = struct("GemmArgs")(
         w=_weight_map(w, w_shape, w_dtype, apart, block_columns(tiled), w_bytes),
         out=out,

@@ -357,8 +357,7 @@ def _checked(
     check_overflow(options.overflow, options.max_rows)
     weights = format_of_both(w13, w2)
     w13, w2 = weights.check(rounds, w13, w2, interleaved)
-    values, _ = parts(w2)
-    intermediate = values.shape[2] * weights.packed
+    values, intermediate = parts(w2)[0], parts(w13)[0].shape[1] // 2
     biases = check_biases(rounds, experts[2], experts[3], intermediate)
     if lacks := weights.lacks_kernel(x, w2):
         say_once(weights.slow, lacks)

@@ -14,6 +14,7 @@ from moecomm.errors import BadInput, Unsupported
 from moecomm.fused import kernels
 from moecomm.fused.fp4 import Fp4
 from moecomm.fused.fp8 import Operand
+from moecomm.fused.packed_mxfp4 import PACKED_MXFP4
 from moecomm.fused.weight_format import WeightFormat, described
 
 _MOST_ROWS = 1 << 30
@@ -39,8 +40,8 @@ class Operands(NamedTuple):
 
     @property
     def mxfp4(self) -> bool:
-        """Return whether w is packed MXFP4: `[E, N, K / 2]`, and w_scales `[E, N, K / 32]`."""
-        return self.w.dtype is torch.uint8
+        """Return whether w is MXFP4: beside bfloat16 bytes of an Mxfp4, beside FP8 words of a PackedMxfp4."""
+        return self.w.dtype in (torch.uint8, torch.int32)
 
 
 def check_operands(
@@ -68,12 +69,14 @@ def check_operands(
     _check_memory(x, x=x_scales, w=w_scales)
     if x.dim() not in (2, 3) or not x.is_contiguous() or x.shape[:-1].numel() > _MOST_ROWS:
         raise BadInput("x", described(x), "contiguous [rows, K] or [experts, rows, K], at most 2^30 rows")
-    if packed and x.dtype is not torch.bfloat16:
+    if packed and of.quantize is None and x.dtype is not torch.bfloat16:
         raise BadInput("x", described(x), "rows of bfloat16 beside weights in MXFP4")
     fits = packed or w.dtype == x.dtype
     if w.dim() != 3 or not w.is_contiguous() or not fits or w.device != x.device or 0 in w.shape:
         raise BadInput("w", described(w), f"contiguous [experts, N, K] of {x.dtype} on {x.device}")
     columns, depth = w.shape[1], w.shape[2] * of.packed
+    if of is PACKED_MXFP4 and depth == -(-x.shape[-1] // GROUP) * GROUP:
+        depth = x.shape[-1]
     if depth != x.shape[-1] or (x.dim() == 3 and x.shape[0] != w.shape[0]):
         raise BadInput("w", described(w), f"the K and, batched, the experts of x, {tuple(x.shape)}")
     if counts.shape != w.shape[:1] or counts.dtype != torch.int32 or counts.device != x.device:
@@ -92,7 +95,7 @@ def check_operands(
                 check_memory(argument, tensor)
     if x.dtype not in (*kernels.TYPES, kernels.FP8) and not (x.dtype is torch.int8 and by_channel):
         raise Unsupported(f"a grouped GEMM of {x.dtype}: want torch.bfloat16 or torch.float16, or Fp8")
-    in_blocks = by_channel or interleaved  # gate and up rows share no scale
+    in_blocks = by_channel or packed or interleaved  # gate and up rows share no scale
     if why := kernels.unfit(columns, depth, x.dtype.itemsize == 1, activation is not None, in_blocks):
         raise Unsupported(f"w {tuple(w.shape)}: {why}")
     if w.shape[0] > kernels.MOST_GROUPS:

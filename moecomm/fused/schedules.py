@@ -99,6 +99,13 @@ MXFP4_SCHEDULES = {
     "160x3c1": Schedule(row_unit=16, most_rows=160, stages=3, cluster=1),
     "192x3c1": Schedule(row_unit=32, most_rows=192, stages=3, cluster=1),
 }
+# MXFP4 weights beside FP8 rows, with the tiles of FP8.
+PACKED_SCHEDULES = {
+    "32x4c1p2": Schedule(row_unit=16, most_rows=32, stages=4, cluster=1, blocks_per_sm=2),
+    "32x9c1": Schedule(row_unit=16, most_rows=32, stages=9, cluster=1),
+    "64x8c1": Schedule(row_unit=16, most_rows=64, stages=8, cluster=1),
+    "128x6c1": Schedule(row_unit=16, most_rows=128, stages=6, cluster=1),
+}
 FP8_BAND = 2 * BAND  # row tiles are half as high
 
 
@@ -160,9 +167,18 @@ def mxfp4_schedule(expected_rows: int, groups: int, columns: int, multiprocessor
     return MXFP4_SCHEDULES["192x3c1"]
 
 
+def packed_schedule(expected_rows: int, groups: int, columns: int, multiprocessors: int) -> Schedule:
+    """Return the schedule of a GEMM of FP8 rows and packed MXFP4 weights."""
+    return PACKED_SCHEDULES["64x8c1" if expected_rows <= 40 else "128x6c1"]
+
+
 def check_schedule(dtype: torch.dtype, schedule: Schedule, mxfp4: bool = False) -> None:
     """Raise BadInput if `schedule` does not exist for x of `dtype` and w of the same, or in MXFP4."""
     is_one = isinstance(schedule, Schedule)
+    if mxfp4 and dtype == torch.float8_e4m3fn:
+        if not (is_one and schedule in PACKED_SCHEDULES.values()):
+            raise BadInput("schedule", repr(schedule), "one of PACKED_SCHEDULES")
+        return
     if mxfp4:
         if not (is_one and schedule in MXFP4_SCHEDULES.values()):
             raise BadInput("schedule", repr(schedule), "one of MXFP4_SCHEDULES")

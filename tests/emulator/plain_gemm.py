@@ -35,7 +35,7 @@ BODIES: dict[str, dict[str, str]] = {
     "gemm/wgmma.cuh": {
         **dict.fromkeys(("wgmma_begin", "wgmma_commit"), ""),
         "wgmma_wait": "__syncwarp();",  # who releases a slot has waited for the products of all lanes
-        "wgmma_registers": "emulator::multiply_registers<n>(accum, a, b, keep != 0);",
+        "wgmma_registers": "emulator::multiply_registers<static_cast<int>(type), n>(accum, a, b, keep != 0);",
         "wgmma": "emulator::multiply<static_cast<int>(type), n>(accum, a, b, keep != 0);",
         "wgmma_integers": "emulator::multiply_integers<n>(accum, a, b, keep != 0);",
     },
@@ -48,6 +48,11 @@ BODIES: dict[str, dict[str, str]] = {
         "multiply_pairs": "u32 out = 0; for (i32 half = 0; half < 32; half += 16) out |= host::Bf16::round("
         "__uint_as_float(a >> half << 16) * __uint_as_float(b >> half << 16)) << half; return out;",
         "load_shared_words": "uint2 v; memcpy(&v, emulator::shared_at(address), 8); return v;",
+    },
+    "gemm/packed_scaled.cuh": {
+        "look_up": "return __byte_perm(low, high, places);",
+        "load_shared_word": "u32 v; memcpy(&v, emulator::shared_at(address), 4); return v;",
+        "load_four_scales": "memcpy(emulator::shared_at(to), from, 16);",
     },
     "gemm/scaled.cuh": {
         "load_shared_pair": "float2 v; memcpy(&v, emulator::shared_at(address), 8); return v;",
