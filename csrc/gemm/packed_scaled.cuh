@@ -82,17 +82,25 @@ struct PackedScalesWalk {
     }
 };
 
-// Makes operand A of a step's four products, 64 rows of w, and the factors of a lane's two rows.  `values`: the lane's 16 bytes of the first
-// row in the slot; `scales`: that row's.
-MOECOMM_FN void widen_rows(u32 values, u32 scales, u32 (&a)[16], float (&factors)[2]) {
+// Makes operand A of `groups` of a step's four products, 64 rows of w, from group `first` on, and the factors of a lane's two rows.
+// `values`: the lane's 16 bytes of the first row in the slot; `scales`: that row's.
+template <i32 first, i32 groups>
+MOECOMM_FN void widen_rows(u32 values, u32 scales, u32 (&a)[4 * groups], float (&factors)[2]) {
 #pragma unroll
     for (i32 second = 0; second < 2; ++second) {
-        const uint4 loaded = load_shared(values + second * 8 * kPackedRowBytes);
+        u32 words[groups];
+        const u32 from = values + second * 8 * kPackedRowBytes;
+        if constexpr (groups == 4) {
+            const uint4 loaded = load_shared(from);
+            words[0] = loaded.x, words[1] = loaded.y, words[2] = loaded.z, words[3] = loaded.w;
+        } else {
+            const uint2 loaded = load_shared_words(from + 4 * first);
+            words[0] = loaded.x, words[1] = loaded.y;
+        }
         const u32 word = load_shared_word(scales + second * 8 * 4), rises = word & kLowHalves;
-        const u32 words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
 #pragma unroll
-        for (i32 group = 0; group < 4; ++group)
-            to_e4m3(words[group], look_up(rises, 0, 0x4440u | static_cast<u32>(group)), a[4 * group + second], a[4 * group + 2 + second]);
+        for (i32 i = 0; i < groups; ++i)
+            to_e4m3(words[i], look_up(rises, 0, 0x4440u | static_cast<u32>(first + i)), a[4 * i + second], a[4 * i + 2 + second]);
         factors[second] = factor_of(word);
     }
 }
@@ -112,65 +120,101 @@ MOECOMM_FN void add_packed(float (&accum)[size], const float (&products)[n / 2],
     }
 }
 
+// A lane's part of the ring: addresses in the first slot.
+template <GemmConfig c>
+struct PackedLane {
+    static constexpr i32 kScales = sizeof(typename RingScales<c>::Slot);
+    u32 values, of_w, of_x, x;  // x: as operand_at()
+
+    MOECOMM_FN PackedLane(Ring<c>& ring, const RingScales<c>& scales, i32 math_group) {
+        const i32 row = math_group * c.parts() * kPartColumns + warp_id() % 4 * 16 + lane_id() / 4;
+        values = shared_address(ring.w[0]) + row * kPackedRowBytes + ((lane_id() % 4) ^ (row / 2 % 4)) * 16;
+        of_w = scales.of_w(0) + row * 4;
+        of_x = scales.of_x(0) + lane_id() % 4 * 8;
+        x = operand_at(shared_address(ring.x[0]));
+    }
+    // Makes operand A of a part of a slot, and the factors of the lane's two rows.
+    template <i32 first = 0, i32 groups = 4>
+    MOECOMM_FN void widen(i32 slot, i32 part, u32 (&a)[4 * groups], float (&factors)[2]) const {
+        widen_rows<first, groups>(values + slot * c.weight_bytes() + part * (kPartColumns * kPackedRowBytes),
+                   of_w + slot * kScales + part * (kPartColumns * 4), a, factors);
+    }
+    // Starts the products of widened groups.
+    template <i32 n, i32 first = 0, i32 size = 16>
+    MOECOMM_FN void start(i32 slot, const u32 (&a)[size], float (&products)[n / 2]) const {
+        wgmma_begin();
+#pragma unroll
+        for (i32 k = 0; k < size / 4; ++k)
+            wgmma_registers<c.type, n>(products, a + 4 * k, operand(x + slot * (c.row_bytes() / 16) + 2 * (first + k)), first + k > 0 ? 1 : 0);
+        wgmma_commit();
+    }
+    // Completes the products that have been started, of a slot, and adds them up.
+    template <i32 n, i32 size>
+    MOECOMM_FN void finish(i32 slot, float (&accum)[size], float (&products)[n / 2], const float (&factors)[2]) const {
+        wgmma_wait<0>();
+        pin_registers(products);
+        add_packed<n>(accum, products, of_x + slot * kScales, factors);
+    }
+};
+
 // Multiplies a warpgroup's rows of w by n rows of x over the whole depth.  Called by a math warpgroup.  Waits for `full` of each slot and
 // releases the slot when its operands and scales have been read.  Cannot fail.
 //
-// Where registers last, a part's weights are widened while the tensor cores multiply the part before; else only the other warpgroup's work
-// meanwhile.
+// Up to 64 rows there are registers to widen a part's weights while the tensor cores multiply the part before.  Of more rows, and with two
+// blocks a multiprocessor, others use the tensor cores meanwhile.
 template <GemmConfig c, i32 n, i32 size>
 MOECOMM_FN void multiply_packed_scaled(Ring<c>& ring, RingBarriers<c>& barriers, const RingScales<c>& scales, RingPlace<c>& place,
                                        i32 math_group, i32 steps, float (&accum)[c.parts()][size]) {
-    static_assert(c.parts() == 2 && c.swapped && c.depth() == 128, "operand A of a part is in registers");
-    constexpr bool kAhead = n <= 64 && c.blocks_per_sm == 1;
-    const i32 row = math_group * c.parts() * kPartColumns + warp_id() % 4 * 16 + lane_id() / 4;
-    const u32 w = shared_address(ring.w[0]) + row * kPackedRowBytes + ((lane_id() % 4) ^ (row / 2 % 4)) * 16;
-    const u32 x = operand_at(shared_address(ring.x[0]));
-    const u32 of_w = scales.of_w(0) + row * 4, of_x = scales.of_x(0) + lane_id() % 4 * 8;
-    constexpr i32 kSlotScales = sizeof(typename RingScales<c>::Slot);
-    float products[n / 2] = {}, factors[2] = {};
-    u32 a[kAhead ? 2 : 1][16];
-    i32 before = 0;
+    static_assert(c.parts() == 2 && c.swapped && c.depth() == kScaleGroup, "operand A of a part is in registers");
+    const PackedLane<c> lane(ring, scales, math_group);
+    float products[n / 2] = {};
 #pragma unroll
     for (i32 part = 0; part < c.parts(); ++part)
 #pragma unroll
         for (i32 i = 0; i < n / 2; ++i) accum[part][i] = 0.0f;
+    if constexpr (n <= 64 && c.blocks_per_sm == 1) {
+        float factors[2][2] = {};
+        u32 a[2][16];
+        i32 before = 0;
 #pragma unroll 1
-    for (i32 step = 0; step < steps; ++step) {
-        const i32 slot = place.slot;
-        copy_wait(&barriers.full[slot], place.phase);
-#pragma unroll
-        for (i32 part = 0; part < 2; ++part) {
-            const u32 values = w + slot * c.weight_bytes() + part * (kPartColumns * kPackedRowBytes);
-            const u32 words = of_w + slot * kSlotScales + part * (kPartColumns * 4);
-            u32(&mine)[16] = a[kAhead ? part : 0];
-            float next[2];
-            if constexpr (kAhead) widen_rows(values, words, mine, next);
-            if (part > 0 || step > 0) {  // the part before
-                wgmma_wait<0>();
-                pin_registers(products);
-                add_packed<n>(accum[1 - part], products, of_x + (part > 0 ? slot : before) * kSlotScales, factors);
-                if (part == 0) {
-                    __syncwarp();  // all lanes have read their scales
-                    release_slot<c>(barriers, before);
-                }
+        for (i32 step = 0; step < steps; ++step) {
+            copy_wait(&barriers.full[place.slot], place.phase);
+            lane.widen(place.slot, 0, a[0], factors[0]);
+            if (step > 0) {
+                lane.template finish<n>(before, accum[1], products, factors[1]);
+                __syncwarp();  // all lanes have read their scales
+                release_slot<c>(barriers, before);
             }
-            if constexpr (!kAhead) widen_rows(values, words, mine, next);
-            wgmma_begin();
-#pragma unroll
-            for (i32 k = 0; k < 4; ++k)
-                wgmma_registers<c.type, n>(products, mine + 4 * k, operand(x + slot * (c.row_bytes() / 16) + 2 * k), k > 0 ? 1 : 0);
-            wgmma_commit();
-            factors[0] = next[0];
-            factors[1] = next[1];
+            lane.template start<n>(place.slot, a[0], products);
+            lane.widen(place.slot, 1, a[1], factors[1]);
+            lane.template finish<n>(place.slot, accum[0], products, factors[0]);
+            lane.template start<n>(place.slot, a[1], products);
+            before = place.slot;
+            place.step();
         }
-        before = slot;
-        place.step();
+        lane.template finish<n>(before, accum[1], products, factors[1]);
+        __syncwarp();
+        release_slot<c>(barriers, before);
+    } else {
+#pragma unroll 1
+        for (i32 step = 0; step < steps; ++step) {
+            copy_wait(&barriers.full[place.slot], place.phase);
+#pragma unroll
+            for (i32 part = 0; part < c.parts(); ++part) {
+                u32 a[8];
+                float factors[2];
+                lane.template widen<0, 2>(place.slot, part, a, factors);
+                lane.template start<n>(place.slot, a, products);
+                wgmma_wait<0>();
+                lane.template widen<2, 2>(place.slot, part, a, factors);
+                lane.template start<n, 2>(place.slot, a, products);
+                lane.template finish<n>(place.slot, accum[part], products, factors);
+            }
+            __syncwarp();
+            release_slot<c>(barriers, place.slot);
+            place.step();
+        }
     }
-    wgmma_wait<0>();
-    pin_registers(products);
-    add_packed<n>(accum[1], products, of_x + before * kSlotScales, factors);
-    __syncwarp();
-    release_slot<c>(barriers, before);
 }
 
 }  // namespace moecomm

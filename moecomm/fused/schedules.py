@@ -102,8 +102,8 @@ MXFP4_SCHEDULES = {
 # MXFP4 weights beside FP8 rows, with the tiles of FP8.
 PACKED_SCHEDULES = {
     "32x4c1p2": Schedule(row_unit=16, most_rows=32, stages=4, cluster=1, blocks_per_sm=2),
-    "32x9c1": Schedule(row_unit=16, most_rows=32, stages=9, cluster=1),
     "64x8c1": Schedule(row_unit=16, most_rows=64, stages=8, cluster=1),
+    "96x6c1": Schedule(row_unit=16, most_rows=96, stages=6, cluster=1),
     "128x6c1": Schedule(row_unit=16, most_rows=128, stages=6, cluster=1),
 }
 FP8_BAND = 2 * BAND  # row tiles are half as high

@@ -68,7 +68,7 @@ CASES: dict[str, tuple[str, Activation | None, bool, tuple[int, ...], int, int, 
     "plain": ("64x8c1", None, True, (5, 0, 90, 1), 328, 288, False),
     "one group": ("64x8c1", None, True, (7, 64), 264, 32, False),
     "interleaved": ("128x6c1", "swiglu", True, (3, 150), 304, 160, True),
-    "apart": ("32x9c1", "swigluoai", False, (20, 0, 100), 160, 288, False),
+    "apart": ("96x6c1", "swigluoai", False, (20, 0, 100), 160, 288, False),
     "apart, cast": ("128x6c1", "swigluoai", False, (40, 129), 288, 576, True),
     "two blocks": ("32x4c1p2", "swigluoai", False, (60, 3), 272, 288, True),
 }
