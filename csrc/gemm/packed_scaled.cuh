@@ -11,7 +11,7 @@
 #pragma once
 #include "epilogue.cuh"
 #include "finish.cuh"
-#include "scaled.cuh"
+#include "scaled_rows.cuh"
 
 namespace moecomm {
 
@@ -139,13 +139,15 @@ struct PackedLane {
         widen_rows<first, groups>(values + slot * c.weight_bytes() + part * (kPartColumns * kPackedRowBytes),
                    of_w + slot * kScales + part * (kPartColumns * 4), a, factors);
     }
-    // Starts the products of widened groups.
+    // The rows of x in a slot, as operand_at(), in a uniform register.
+    MOECOMM_FN u32 rows_of(i32 slot) const { return uniform(x + slot * (c.row_bytes() / 16)); }
+    // Starts the products of widened groups with `rows` of rows_of().
     template <i32 n, i32 first = 0, i32 size = 16>
-    MOECOMM_FN void start(i32 slot, const u32 (&a)[size], float (&products)[n / 2]) const {
+    MOECOMM_FN static void start(u32 rows, const u32 (&a)[size], float (&products)[n / 2]) {
         wgmma_begin();
 #pragma unroll
         for (i32 k = 0; k < size / 4; ++k)
-            wgmma_registers<c.type, n>(products, a + 4 * k, operand(x + slot * (c.row_bytes() / 16) + 2 * (first + k)), first + k > 0 ? 1 : 0);
+            wgmma_registers<c.type, n>(products, a + 4 * k, operand(rows + 2 * (first + k)), first + k > 0 ? 1 : 0);
         wgmma_commit();
     }
     // Completes the products that have been started, of a slot, and adds them up.
@@ -179,16 +181,17 @@ MOECOMM_FN void multiply_packed_scaled(Ring<c>& ring, RingBarriers<c>& barriers,
 #pragma unroll 1
         for (i32 step = 0; step < steps; ++step) {
             copy_wait(&barriers.full[place.slot], place.phase);
+            const u32 rows = lane.rows_of(place.slot);
             lane.widen(place.slot, 0, a[0], factors[0]);
             if (step > 0) {
                 lane.template finish<n>(before, accum[1], products, factors[1]);
                 __syncwarp();  // all lanes have read their scales
                 release_slot<c>(barriers, before);
             }
-            lane.template start<n>(place.slot, a[0], products);
+            lane.template start<n>(rows, a[0], products);
             lane.widen(place.slot, 1, a[1], factors[1]);
             lane.template finish<n>(place.slot, accum[0], products, factors[0]);
-            lane.template start<n>(place.slot, a[1], products);
+            lane.template start<n>(rows, a[1], products);
             before = place.slot;
             place.step();
         }
@@ -199,15 +202,16 @@ MOECOMM_FN void multiply_packed_scaled(Ring<c>& ring, RingBarriers<c>& barriers,
 #pragma unroll 1
         for (i32 step = 0; step < steps; ++step) {
             copy_wait(&barriers.full[place.slot], place.phase);
+            const u32 rows = lane.rows_of(place.slot);
 #pragma unroll
             for (i32 part = 0; part < c.parts(); ++part) {
                 u32 a[8];
                 float factors[2];
                 lane.template widen<0, 2>(place.slot, part, a, factors);
-                lane.template start<n>(place.slot, a, products);
+                lane.template start<n>(rows, a, products);
                 wgmma_wait<0>();
                 lane.template widen<2, 2>(place.slot, part, a, factors);
-                lane.template start<n, 2>(place.slot, a, products);
+                lane.template start<n, 2>(rows, a, products);
                 lane.template finish<n>(place.slot, accum[part], products, factors);
             }
             __syncwarp();

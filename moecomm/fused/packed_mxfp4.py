@@ -44,10 +44,10 @@ class PackedMxfp4(NamedTuple):
 def pack_mxfp4(w: tuple[torch.Tensor, torch.Tensor]) -> PackedMxfp4:
     """Pack MXFP4 weights for FP8 rows.  Do it once, when weights are loaded.
 
-    The values stay as they are if no scale is below 2^-11 of the largest scale of the same row and 128 columns, counting
-    groups of 32 columns that are not 0, nor below 2^-125.  Values of smaller scales are rounded to multiples of 2^-12 of
-    that largest scale, or of 2^-126, half to even: the error is at most half of that.  A scale of 255 (NaN) makes all
-    sums NaN that its 128 columns are part of.
+    No value changes if no scale is below 2^-11 of the largest scale of the same row and 128 columns.  Values of smaller
+    scales are rounded to multiples of 2^-12 of that largest scale, half to even: the error is at most 2^-13 of it.
+    Groups of 32 columns that are 0 do not count.  A scale of 255 (NaN) makes all sums NaN that its 128 columns are part
+    of.
 
     Args:
         w: `moecomm.fused.Mxfp4`, or such a pair.
@@ -104,17 +104,17 @@ def _pack(values: torch.Tensor, of_values: torch.Tensor, data: torch.Tensor, sca
     data.copy_(word)
 
 
-def dequantize(w: PackedMxfp4, depth: int | None = None) -> torch.Tensor:
+def dequantize(w: tuple[torch.Tensor, torch.Tensor], depth: int | None = None) -> torch.Tensor:
     """Return packed weights in bfloat16, `[experts, N, K]`, K the next multiple of 128, or `depth`.
 
     Exact, also where the result is subnormal.  Values of 2^128 and more become infinite.
     """
-    experts, rows, words = w.data.shape
-    steps = words // (_GROUPS * _LANES)
-    out = torch.empty(experts, rows, steps * GROUP, dtype=torch.bfloat16, device=w.data.device)
-    magnitudes = torch.tensor(_E2M1, device=w.data.device)
+    (words, of_words), (experts, rows, _) = w, w[0].shape
+    steps = of_words.shape[1]
+    out = torch.empty(experts, rows, steps * GROUP, dtype=torch.bfloat16, device=words.device)
+    magnitudes = torch.tensor(_E2M1, device=words.device)
     for expert in range(experts):
-        data, scales = w.data[expert], w.scales[expert].T
+        data, scales = words[expert], of_words[expert].T
         base = (scales >> 20 & 15) | (scales >> 28 & 15) << 4
         values = [
             torch.where((data >> _SIGNS[i] & 1) != 0, -1.0, 1.0) * magnitudes[data >> _MAGNITUDES[i] & 7]

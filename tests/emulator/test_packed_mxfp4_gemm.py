@@ -7,7 +7,7 @@ import torch
 
 from moecomm.base.choices import Activation
 from moecomm.dispatch.reference import GROUP
-from moecomm.fused import PACKED_SCHEDULES, Fp8, Mxfp4, PackedMxfp4, gemm, pack_mxfp4, reference, tensor_maps
+from moecomm.fused import FP8_SCHEDULES, PACKED_SCHEDULES, Fp8, Mxfp4, PackedMxfp4, gemm, pack_mxfp4, reference, tensor_maps
 from moecomm.fused.activations import GatedActivation
 from moecomm.fused.formats import format_of
 from moecomm.fused.fp4 import dequantize as widen_mxfp4
@@ -17,6 +17,7 @@ from moecomm.fused.packed_mxfp4 import dequantize
 from moecomm.fused.schedules import Schedule
 
 from ..few import few
+from ..fused.test_packed_mxfp4 import as_fp8, with_one_factor
 from .gemm_machine import encode, run
 
 BF16 = torch.bfloat16
@@ -29,7 +30,7 @@ def plain_maps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def product(
     x: Fp8,
-    w: PackedMxfp4,
+    w: PackedMxfp4 | Fp8,
     counts: torch.Tensor,
     schedule: Schedule,
     activation: Activation | None = None,
@@ -68,9 +69,9 @@ CASES: dict[str, tuple[str, Activation | None, bool, tuple[int, ...], int, int, 
     "plain": ("64x8c1", None, True, (5, 0, 90, 1), 328, 288, False),
     "one group": ("64x8c1", None, True, (7, 64), 264, 32, False),
     "interleaved": ("128x6c1", "swiglu", True, (3, 150), 304, 160, True),
-    "apart": ("96x6c1", "swigluoai", False, (20, 0, 100), 160, 288, False),
-    "apart, cast": ("128x6c1", "swigluoai", False, (40, 129), 288, 576, True),
-    "two blocks": ("32x4c1p2", "swigluoai", False, (60, 3), 272, 288, True),
+    "apart": ("96x6c1", "swigluoai", False, (20, 0, 100), 192, 288, False),
+    "apart, cast": ("128x6c1", "swigluoai", False, (40, 129), 320, 576, True),
+    "two blocks": ("32x4c1p2", "swigluoai", False, (60, 3), 320, 288, True),
 }
 
 
@@ -94,6 +95,21 @@ def test_the_kernel_has_the_products_of_widened_weights(name: str) -> None:
         got = got * scales.repeat_interleave(GROUP, dim=1)[:, : got.shape[1]]
     error = (got - wanted)[:rows].abs().max() / wanted[:rows].abs().max()
     assert float(error) < (0.07 if cast else 0.01) and bool(found[rows:].float().isnan().all())
+
+
+@pytest.mark.parametrize("name", few(CASES, "apart, cast", "two blocks"))
+def test_the_kernel_has_the_bits_of_the_kernel_for_fp8(name: str) -> None:
+    schedule, activation, interleaved, counts, columns, depth, cast = CASES[name]
+    g = torch.Generator().manual_seed(columns)
+    experts, tokens = len(counts), torch.tensor(counts, dtype=torch.int32)
+    w, x = pack_mxfp4(with_one_factor(columns, (experts, columns, depth))), rows_of(g, sum(counts) + 9, depth)
+    x = Fp8(x.data, x.scales / 256)
+    bias = torch.randn(experts, columns, generator=g) if activation == "swigluoai" else None
+    found = product(x, w, tokens, PACKED_SCHEDULES[schedule], activation, interleaved, bias, cast)
+    wanted = product(x, as_fp8(w, depth), tokens, FP8_SCHEDULES["64x5c1"], activation, interleaved, bias, cast)
+    for mine, other in zip(found, wanted, strict=True):
+        if mine is not None and other is not None:
+            assert torch.equal(*(t[: sum(counts)].contiguous().view(torch.uint8) for t in (mine, other)))
 
 
 def every_value() -> Mxfp4:
