@@ -45,11 +45,10 @@ MOECOMM_BOTH constexpr i32 gemm_block_columns(bool scaled) { return kMathGroups 
 MOECOMM_BOTH constexpr i32 gemm_stage_bytes(bool scaled) { return scaled ? 4096 : 8192; }
 // Dynamic shared memory of a block; gemm.cuh asserts that GemmShared fits.
 MOECOMM_BOTH constexpr i32 gemm_shared_bytes(bool scaled, i32 most_rows, i32 stages, bool mxfp4 = false) {
-    const i32 barriers = 2 * static_cast<i32>(sizeof(u64)), columns = gemm_block_columns(scaled);
-    const i32 of_rows = scaled ? 4 * most_rows : 0, of_weights = !scaled ? kPackedScaleBytes * columns : mxfp4 ? 4 * columns : 4 * kWeightScales;
-    const i32 boxes = mxfp4 && !scaled ? kPackedBoxes : 1;
-    const i32 slot = columns * (mxfp4 ? kPackedRowBytes : kSlotRowBytes) + boxes * most_rows * kSlotRowBytes + barriers + of_rows +
-                     (scaled || mxfp4 ? of_weights : 0);
+    const i32 columns = gemm_block_columns(scaled), boxes = mxfp4 && !scaled ? kPackedBoxes : 1;
+    const i32 operands = columns * (mxfp4 ? kPackedRowBytes : kSlotRowBytes) + boxes * most_rows * kSlotRowBytes;
+    const i32 of_weights = mxfp4 ? columns * (scaled ? 4 : kPackedScaleBytes) : scaled ? 4 * kWeightScales : 0;
+    const i32 slot = operands + of_weights + (scaled ? 4 * most_rows : 0) + 2 * static_cast<i32>(sizeof(u64));
     return stages * slot + kMathGroups * 2 * gemm_stage_bytes(scaled) + kMostGroups * 4 + 16;
 }
 

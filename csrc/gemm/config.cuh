@@ -43,7 +43,9 @@ struct GemmConfig {
     // share a scale belong to one block, also after SwiGLU.
     MOECOMM_BOTH constexpr i32 parts() const { return scaled() ? 2 : 1; }
     MOECOMM_BOTH constexpr i32 block_columns() const { return gemm_block_columns(scaled()); }  // rows of w
-    MOECOMM_BOTH constexpr i32 boxes() const { return mxfp4 && !scaled() ? kPackedBoxes : 1; }  // boxes of x in a slot, of neighboring columns
+    MOECOMM_BOTH constexpr i32 boxes() const {
+        return mxfp4 && !scaled() ? kPackedBoxes : 1;
+    }  // boxes of x in a slot, of neighboring columns
     MOECOMM_BOTH constexpr i32 depth() const { return boxes() * kSlotRowBytes / bytes_of(type); }  // columns of x and w in a slot
     MOECOMM_BOTH constexpr i32 weight_row_bytes() const { return mxfp4 ? kPackedRowBytes : kSlotRowBytes; }
     MOECOMM_BOTH constexpr i32 weight_bytes() const { return block_columns() * weight_row_bytes(); }  // bytes of w in a slot

@@ -137,7 +137,7 @@ struct PackedLane {
     template <i32 first = 0, i32 groups = 4>
     MOECOMM_FN void widen(i32 slot, i32 part, u32 (&a)[4 * groups], float (&factors)[2]) const {
         widen_rows<first, groups>(values + slot * c.weight_bytes() + part * (kPartColumns * kPackedRowBytes),
-                   of_w + slot * kScales + part * (kPartColumns * 4), a, factors);
+                                  of_w + slot * kScales + part * (kPartColumns * 4), a, factors);
     }
     // The rows of x in a slot, as operand_at(), in a uniform register.
     MOECOMM_FN u32 rows_of(i32 slot) const { return uniform(x + slot * (c.row_bytes() / 16)); }

@@ -32,7 +32,7 @@ def as_weights(argument: str, given: Any) -> Any:
 
 
 def as_packed(w: Any) -> Any:
-    """Return a tuple of tensors as weights of four bits if its length and the dtype of its values say so, else as it is."""
+    """Return a tuple of tensors as weights of four bits if its length and the dtype of its values say so."""
     if type(w) in (tuple, Fp8) and len(w) > 1:
         for of in (MXFP4, NVFP4, PACKED_MXFP4):
             if len(w) == len(of.kind._fields) and getattr(w[0], "dtype", None) is of.values:

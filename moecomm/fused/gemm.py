@@ -110,7 +110,8 @@ def grouped_gemm(
             `moecomm.fused.quantize_weights`.  Or with scales of channels, `[E, N]` (in the row order of w), or of
             matrices, `[E]`; these also of int8 values.  See `moecomm.fused.quantize_channels`.  Or an `Mxfp4` or
             `Nvfp4` (or any tuple alike), beside bfloat16 rows: the bits of the bfloat16 weights that it stands for.
-            `Nvfp4` is widened to these weights in every call.
+            `Nvfp4` is widened to these weights in every call.  Or a `PackedMxfp4` beside FP8 rows: sums as those of FP8
+            weights, each times a power of two.
         tokens_per_expert: int32 `[E]`, on the device of x and read there: rows of each expert, valid ones first.  On
             CPUs, counts that are negative or exceed the rows are bad input; on GPUs such groups are cut.
         alignment: layout "expert": each expert's rows begin at a multiple of it, `expert_alignment` of the dispatch.
@@ -130,7 +131,7 @@ def grouped_gemm(
             those of the dispatch's cast of the bfloat16 result.
         expected_rows: rows of an expert to optimize for; default: rows of x over E.  No result depends on it.
         schedule: tile sizes and pipeline depth, from moecomm.fused.SCHEDULES (FP8: FP8_SCHEDULES; MXFP4 weights:
-            MXFP4_SCHEDULES); default: by shape.
+            MXFP4_SCHEDULES, packed for FP8 rows: PACKED_SCHEDULES); default: by shape.
 
     Returns:
         `out`, or a new tensor; with `quantize`, an Fp8.

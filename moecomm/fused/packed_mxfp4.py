@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,8 @@ from moecomm.fused.fp4 import MXFP4, Mxfp4
 from moecomm.fused.weight_format import WeightFormat, check_begin, described, not_hopper
 from moecomm.rounds.rounds import Rounds
 
-_MX_GROUP, _GROUPS, _LANES, _VALUES = 32, 4, 4, 8  # columns of a scale; scales of 128 columns; lanes of a row; of a word
+_MX_GROUP, _GROUPS = 32, 4  # columns that share a scale; such groups of 128 columns
+_LANES, _VALUES = 4, 8  # lanes that share a row; values of a word
 _MOST_RISE = 11  # kLowTable and kHighTable of csrc/gemm/packed_scaled.cuh, times 2^11, are at most 6 * 2^6 = 384
 _LEAST_EXPONENT = -5  # of a group with rise 0
 _NAN = 255
@@ -133,7 +133,6 @@ class _PackedMxfp4(WeightFormat):
     quantize: Quantize | None = "fp8"
     product = kernels.FP8
     tuned_as = torch.uint8
-    travels: Mapping[torch.dtype, str] = {torch.int32: "fp8"}
     unfused = "weights have four bits"
     widen = staticmethod(dequantize)
 

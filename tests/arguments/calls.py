@@ -62,6 +62,7 @@ NOT_CALLED = {
     "fused.Int8",
     "fused.Mxfp4",
     "fused.Nvfp4",
+    "fused.PackedMxfp4",
     "balance.Move",
     "routing.Load",
     "routing.Recorded",

@@ -7,7 +7,17 @@ import torch
 
 from moecomm.base.choices import Activation
 from moecomm.dispatch.reference import GROUP
-from moecomm.fused import FP8_SCHEDULES, PACKED_SCHEDULES, Fp8, Mxfp4, PackedMxfp4, gemm, pack_mxfp4, reference, tensor_maps
+from moecomm.fused import (
+    FP8_SCHEDULES,
+    PACKED_SCHEDULES,
+    Fp8,
+    Mxfp4,
+    PackedMxfp4,
+    gemm,
+    pack_mxfp4,
+    reference,
+    tensor_maps,
+)
 from moecomm.fused.activations import GatedActivation
 from moecomm.fused.formats import format_of
 from moecomm.fused.fp4 import dequantize as widen_mxfp4
