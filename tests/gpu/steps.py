@@ -156,6 +156,7 @@ PARTS: dict[str, list[Step]] = {
         one("casts-on-the-way", 300, "tests/gpu/test_casts_on_the_way.py"),
         one("gemm-fp8", 200, "tests/gpu/test_grouped_gemm_fp8.py", random=False),
         one("gemm-mxfp4", 300, "tests/gpu/test_grouped_gemm_mxfp4.py", random=False),
+        one("gemm-packed-mxfp4", 300, "tests/gpu/test_grouped_gemm_packed_mxfp4.py", random=False),
         one("gemm-channels", 300, "tests/gpu/test_grouped_gemm_channels.py", random=False),
         one("moe-channels", 500, "tests/gpu/test_moe_channels.py", random=False),
         one("moe-fp8", 700, "tests/gpu/test_moe_fp8.py"),

@@ -1,0 +1,143 @@
+"""The grouped GEMM of FP8 rows and packed MXFP4 weights on a GPU: bits of the FP8 kernel, and float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from moecomm.base.choices import Activation
+from moecomm.dispatch.reference import GROUP
+from moecomm.fused import FP8_SCHEDULES, PACKED_SCHEDULES, Fp8, PackedMxfp4, grouped_gemm, pack_mxfp4, packed_mxfp4
+from moecomm.fused.kernels import FP8, Epilogue, gemm_kernel
+
+from ..emulator.test_packed_mxfp4_gemm import every_value
+from ..fused.test_packed_mxfp4 import as_fp8, weights, with_one_factor
+from .layers import compile_all
+
+pytestmark = pytest.mark.gpu1
+BF16, OF_FP8 = torch.bfloat16, FP8_SCHEDULES["64x5c1"]  # all schedules have the same bits
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes of a product."""
+
+    counts: tuple[int, ...]
+    depth: int
+    columns: int
+    activation: Activation | None = None
+    interleaved: bool = True
+    bias: bool = False
+    cast: bool = False
+
+
+CASES = {
+    "gpt-oss w13": Case((0, 1, 7, 64, 300), 2880, 5760, "swigluoai", False, True, True),
+    "gpt-oss w2": Case((0, 1, 7, 64, 300), 2880, 2880, bias=True),
+    "without a bias": Case((130, 257, 17, 0, 64, 1), 1024, 2048),
+    "one scale a row": Case((3, 90, 0, 31), 32, 8),
+    "three scales a row": Case((3, 300, 0, 31), 96, 392),
+    "interleaved": Case((5, 0, 130, 257), 288, 512, "swiglu", cast=True),
+    "apart": Case((5, 0, 130, 257), 288, 512, "swiglu", False, cast=True),
+    "more tiles than blocks": Case((700, 900), 320, 40 * 256),
+    "all empty": Case((0, 0, 0), 64, 128),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """All kernels into the cache, on all cores."""
+    kinds = [
+        (True, True, Epilogue("swigluoai", True), FP8),
+        (True, True, Epilogue(), FP8),
+        (True, False, Epilogue(), FP8),
+        (False, False, Epilogue("swiglu", True), BF16),
+        (False, False, Epilogue(), BF16),
+    ]
+    schedules = [(OF_FP8, False), *((schedule, True) for schedule in PACKED_SCHEDULES.values())]
+    compile_all(
+        gemm_kernel(FP8, gated, apart, schedule, out, epilogue, packed)
+        for gated, apart, epilogue, out in kinds
+        for schedule, packed in schedules
+    )
+
+
+def on_gpu(tensors: Any) -> Any:
+    return type(tensors)(*(tensor.cuda() for tensor in tensors))
+
+
+def rows_of(case: Case) -> tuple[Fp8, torch.Tensor]:
+    g, rows = torch.Generator("cuda").manual_seed(1), sum(case.counts) + 5
+    data = (torch.randn(rows, case.depth, generator=g, device="cuda") * 60).clamp(-448, 448).to(FP8)
+    scales = torch.rand(rows, -(-case.depth // GROUP), generator=g, device="cuda") / 64 + 0.004
+    return Fp8(data, scales), torch.tensor(case.counts, dtype=torch.int32, device="cuda")
+
+
+def bytes_of(x: Fp8, w: PackedMxfp4 | Fp8, counts: torch.Tensor, case: Case, schedule: Any) -> list[torch.Tensor]:
+    """Return the bytes of a product whose memory was 0, and of its scales."""
+    columns = case.columns // (2 if case.activation else 1)
+    g = torch.Generator("cuda").manual_seed(2)
+    bias = torch.randn(len(counts), case.columns, generator=g, device="cuda") if case.bias else None
+    how: dict[str, Any] = {"activation": case.activation, "interleaved": case.interleaved, "bias": bias}
+    out: Any = torch.zeros(len(x.data), columns, dtype=BF16, device="cuda")
+    if case.cast:
+        out = Fp8(out.to(FP8), torch.zeros(len(out), -(-columns // GROUP), device="cuda"))
+        how["quantize"] = "fp8"
+    grouped_gemm(x, w, counts, **how, out=out, schedule=schedule)
+    return [tensor.view(torch.uint8) for tensor in (out if case.cast else (out,))]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bits_are_those_of_fp8(name: str) -> None:
+    case = CASES[name]
+    w = pack_mxfp4(with_one_factor(case.columns, (len(case.counts), case.columns, case.depth)))
+    (x, counts), of_fp8, w = rows_of(case), on_gpu(as_fp8(w, case.depth)), on_gpu(w)
+    wanted = bytes_of(x, of_fp8, counts, case, OF_FP8)
+    for label, schedule in PACKED_SCHEDULES.items():
+        for _ in range(2):
+            found = bytes_of(x, w, counts, case, schedule)
+            assert all(map(torch.equal, found, wanted)), label
+
+
+@pytest.mark.parametrize("schedule", PACKED_SCHEDULES)
+def test_products_are_those_of_float64(schedule: str) -> None:
+    case = CASES["without a bias"]
+    w = on_gpu(pack_mxfp4(weights(3, (len(case.counts), case.columns, case.depth))))
+    x, counts = rows_of(case)
+    out, wide = grouped_gemm(x, w, counts, schedule=PACKED_SCHEDULES[schedule]), packed_mxfp4.dequantize(w).double()
+    rows, begin = x.data.double() * x.scales.double().repeat_interleave(GROUP, dim=1)[:, : case.depth], 0
+    for expert, count in enumerate(case.counts):
+        place = slice(begin, begin + count)
+        want, bound = rows[place] @ wide[expert].T, rows[place].abs() @ wide[expert].abs().T
+        assert bool(((out[place].double() - want).abs() <= 2**-5 * bound + 2**-8 * want.abs()).all())
+        begin += count
+
+
+@pytest.mark.parametrize("schedule", PACKED_SCHEDULES)
+def test_every_value_with_every_scale(schedule: str) -> None:
+    plain = every_value()
+    w, counts = on_gpu(pack_mxfp4(plain)), torch.full((3,), 128, dtype=torch.int32, device="cuda")
+    assert all(map(torch.equal, w, pack_mxfp4(on_gpu(plain))))
+    x = Fp8(torch.eye(128, device="cuda").to(FP8).repeat(3, 1), torch.ones(384, 1, device="cuda"))
+    found = grouped_gemm(x, w, counts, schedule=PACKED_SCHEDULES[schedule]).view(3, 128, 256)
+    finite = (plain.scales.int() <= 251).all(dim=2)[:, None].cuda()
+    same = found.float() == packed_mxfp4.dequantize(w).transpose(1, 2).float()
+    assert bool((same | ~finite).all()) and bool(found[0, :, 255].isnan().all())
+
+
+def test_a_graph_replays_with_the_counts_that_it_finds() -> None:
+    case = CASES["without a bias"]
+    w = on_gpu(pack_mxfp4(weights(4, (len(case.counts), case.columns, case.depth))))
+    x, counts = rows_of(case)
+    out = grouped_gemm(x, w, counts)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        grouped_gemm(x, w, counts, out=out)
+    for changed in ((0, len(x.data), 0, 0, 0, 0), (100, 0, 1, 2, 200, 3)):
+        counts.copy_(torch.tensor(changed, dtype=torch.int32))
+        out.fill_(-1.5)
+        graph.replay()
+        assert torch.equal(out, grouped_gemm(x, w, counts, out=torch.full_like(out, -1.5)))
