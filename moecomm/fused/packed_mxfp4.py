@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moecomm.base.arrays import check_tensor
+from moecomm.base.arrays import check_tensor, has_memory
 from moecomm.base.choices import Quantize
 from moecomm.dispatch.reference import GROUP
 from moecomm.errors import BadInput, Unsupported
@@ -62,6 +62,9 @@ def pack_mxfp4(w: tuple[torch.Tensor, torch.Tensor]) -> PackedMxfp4:
         raise BadInput("w", type(w).__name__, "Mxfp4(data, scales)")
     w = Mxfp4(*w)
     MXFP4.check_parts("w", w)
+    if not all(map(has_memory, w)):
+        raise BadInput("w", "a tensor without memory", "one that has some")
+    w = Mxfp4(*(tensor.resolve_neg() for tensor in w))
     experts, rows, half = w.data.shape
     steps = -(-2 * half // GROUP)
     data = torch.zeros(experts, rows, steps * _GROUPS * _LANES, dtype=torch.int32, device=w.data.device)

@@ -323,6 +323,7 @@ def of_moecomm() -> dict[str, list[Call]]:
     fp8 = fused.quantize_weights(torch.randn(2, 32, 64))
     gemm_x, gemm_w = torch.randn(6, 32).to(BF16), torch.randn(2, 16, 32).to(BF16)
     counts = torch.tensor([2, 3], dtype=torch.int32)
+    four_bits = fused.Mxfp4(torch.zeros(2, 16, 16, dtype=torch.uint8), torch.ones(2, 16, 1, dtype=torch.uint8))
     fp8_x = fused.Fp8(torch.randn(6, 64).to(torch.float8_e4m3fn), torch.rand(6, 1))
     layer_sizes = {"hidden": H, "intermediate": I, "num_experts": E, "topk": K, "max_tokens": 8}
     layer = nn.ExpertParallel(**layer_sizes, backend="host")
@@ -508,6 +509,7 @@ def of_moecomm() -> dict[str, list[Call]]:
         "fused.choose_fp8": [Call(fused.choose_fp8, {"expected_rows": 16, "groups": 8, "columns": 256})],
         "fused.interleave": [Call(fused.interleave, {"w13": w13})],
         "fused.deinterleave": [Call(fused.deinterleave, {"w13": w13})],
+        "fused.pack_mxfp4": [Call(fused.pack_mxfp4, {"w": four_bits})],
         "fused.quantize_weights": [Call(fused.quantize_weights, {"w": w2})],
         "fused.quantize_channels": [Call(fused.quantize_channels, {"w": w2, "dtype": torch.int8})],
         "fused.quantize_rows": [Call(fused.quantize_rows, {"x": w2[0], "dtype": torch.int8})],
