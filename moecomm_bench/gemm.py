@@ -17,6 +17,8 @@ from moecomm.dispatch.reference import quantize
 from moecomm.errors import BadInput
 from moecomm.fused import (
     FP8_SCHEDULES,
+    MXFP4_SCHEDULES,
+    PACKED_SCHEDULES,
     SCHEDULES,
     Fp8,
     Schedule,
@@ -24,17 +26,22 @@ from moecomm.fused import (
     choose_fp8,
     grouped_gemm,
     kernels,
+    pack_mxfp4,
     quantize_weights,
 )
 from moecomm.fused.fp8 import Operand
-from moecomm.fused.schedules import schedule_of
+from moecomm.fused.schedules import mxfp4_schedule, schedule_of
 from moecomm.router import MODELS, Model, random_routing
 from moecomm.tools.progress import progress
 from moecomm_bench import other_gemms
 from moecomm_bench.clock import device_us, rounded
+from moecomm_bench.four_bits import in_mxfp4
 
 TORCH, APART = "torch", "apart"  # next to schedules; APART: the chosen one, gate and up rows not interleaved
-DTYPES = ("bf16", "fp8")
+BF16, FP8, MXFP4, PACKED = "bf16", "fp8", "mxfp4", "packed-mxfp4"  # PACKED: beside FP8 rows; MXFP4: beside bf16 ones
+_SCHEDULES = {BF16: SCHEDULES, FP8: FP8_SCHEDULES, MXFP4: MXFP4_SCHEDULES, PACKED: PACKED_SCHEDULES}
+DTYPES = tuple(_SCHEDULES)
+_WEIGHT_BITS = {BF16: 16, FP8: 8, MXFP4: 4, PACKED: 4}
 _LONG_US = 3000  # calls timed together take about this long, with at most _MOST_CALLS
 _MOST_CALLS = 20
 _WEIGHT_BYTES = 256 << 20  # several times the L2 cache: smaller weights have several copies, used in rotation
@@ -58,26 +65,36 @@ class Gemm:
     experts: int  # of the rank
     columns: int
     depth: int
-    dtype: str = "bf16"
+    dtype: str = BF16
 
     @property
     def schedules(self) -> dict[str, Schedule]:
         """The schedules of the dtype, by name."""
-        return FP8_SCHEDULES if self.dtype == "fp8" else SCHEDULES
+        return _SCHEDULES[self.dtype]
+
+    @property
+    def has_fp8_rows(self) -> bool:
+        """True if x is in FP8, else in bfloat16."""
+        return self.dtype in (FP8, PACKED)
 
     @property
     def casts(self) -> bool:
         """True if our kernel casts its result for the second GEMM."""
-        return self.dtype == "fp8" and self.activation is not None
+        return self.has_fp8_rows and self.activation is not None
 
     def choose(self, rows: int, device: torch.device) -> str:
         """Return the name of the schedule for `rows` rows of all experts, on a GPU; on the CPU, that of the H200."""
         each, shape = rows // self.experts, (self.experts, self.columns)
-        if device.type == "cpu":
-            return choose_fp8(each, *shape) if self.dtype == "fp8" else choose(each, *shape, self.depth)
-        dtype = kernels.FP8 if self.dtype == "fp8" else torch.bfloat16
-        gpu = kernels.multiprocessors(device.index), kernels.gpu_name(device.index)
-        chosen = schedule_of(dtype, each, *shape, self.depth, *gpu)
+        if self.dtype == PACKED:
+            return next(iter(PACKED_SCHEDULES))
+        units = 132 if device.type == "cpu" else kernels.multiprocessors(device.index)
+        if self.dtype == MXFP4:
+            chosen = mxfp4_schedule(each, *shape, units)
+        elif device.type == "cpu":
+            return choose_fp8(each, *shape) if self.dtype == FP8 else choose(each, *shape, self.depth)
+        else:
+            dtype = kernels.FP8 if self.dtype == FP8 else torch.bfloat16
+            chosen = schedule_of(dtype, each, *shape, self.depth, units, kernels.gpu_name(device.index))
         return next(name for name, schedule in self.schedules.items() if schedule == chosen)
 
     def counts(self, tokens: int) -> torch.Tensor:
@@ -91,8 +108,8 @@ class Gemm:
         """
         rows, experts = int(counts.sum()), int(counts.count_nonzero())
         out = self.columns // (1 if self.activation is None else 2)
-        taken = (1 if self.dtype == "fp8" else 2) * (experts * self.columns + rows) * self.depth
-        moved = taken + (1 if self.casts else 2) * rows * out
+        of_weights = experts * self.columns * self.depth * _WEIGHT_BITS[self.dtype] // 8
+        moved = of_weights + (1 if self.has_fp8_rows else 2) * rows * self.depth + (1 if self.casts else 2) * rows * out
         done = 2 * rows * self.columns * self.depth
         return {"tflops": rounded(done / us / 1e6, 1), "tbs": rounded(moved / us / 1e6, 3)}
 
@@ -114,7 +131,7 @@ def sizes(names: list[str], **given: int | None) -> list[Model]:
     return [dataclasses.replace(MODELS[name], **own, name="" if own else name) for name in names]
 
 
-def gemms(models: list[Model], ranks: list[int], dtypes: Sequence[str] = ("bf16",)) -> list[Gemm]:
+def gemms(models: list[Model], ranks: list[int], dtypes: Sequence[str] = (BF16,)) -> list[Gemm]:
     """Return the GEMMs for each model, number of ranks and dtype: the first with SwiGLU and without, the second."""
     if not dtypes or set(dtypes) - set(DTYPES):
         raise BadInput("dtype", dtypes, f"some of {', '.join(DTYPES)}")
@@ -141,12 +158,14 @@ def check(
     tokens: list[int],
     *,
     replays: int,
-    dtypes: Sequence[str] = ("bf16",),
+    dtypes: Sequence[str] = (BF16,),
     others: Sequence[str] = (),
 ) -> list[Gemm]:
     """Return the GEMMs of a run.  Raises BadInput if an argument is out of range."""
     if set(others) - set(other_gemms.LIBRARIES):
         raise BadInput("others", ",".join(others), f"some of {', '.join(other_gemms.LIBRARIES)}")
+    if others and set(dtypes) - {BF16, FP8}:
+        raise BadInput("dtype", ",".join(dtypes), f"{BF16} or {FP8} beside other libraries")
     if not tokens or min(tokens) < 1 or replays < 1:
         raise BadInput("tokens, replays", (tokens, replays), "at least 1 each")
     return gemms(models, ranks, dtypes)
@@ -159,13 +178,13 @@ def run(
     *,
     every_schedule: bool,
     replays: int,
-    dtypes: Sequence[str] = ("bf16",),
+    dtypes: Sequence[str] = (BF16,),
     others: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Measure a row for each GEMM and number of tokens, on the current GPU; without one, the reference on the CPU.
 
     Times are medians over `replays`. torch's GEMM never has an activation. In FP8 (scales of 128 columns, and of
-    blocks) there is no GEMM of torch; our GEMM with SwiGLU casts its result. `read_tbs` is what the memory of the GPU
+    blocks) and with MXFP4 weights there is no GEMM of torch; our GEMM with SwiGLU of FP8 rows casts its result. `read_tbs` is what the memory of the GPU
     gives to a plain read.
 
     Args:
@@ -209,27 +228,31 @@ def schedules_of(case: Gemm, tokens: list[int], device: torch.device, replays: i
     return found
 
 
-def _weights(case: Gemm, device: torch.device) -> list[Operand]:
+def _weights(case: Gemm, device: torch.device) -> list[Any]:
     """Return copies of the weights, several of small ones, so that no call finds its own in the cache."""
-    nbytes = (1 if case.dtype == "fp8" else 2) * case.experts * case.columns * case.depth
+    nbytes = case.experts * case.columns * case.depth * _WEIGHT_BITS[case.dtype] // 8
     copies = -(-_WEIGHT_BYTES // nbytes) if device.type == "cuda" else 1
     return [_drawn(case, device) for _ in range(copies)]
 
 
-def _drawn(case: Gemm, device: torch.device) -> Operand:
+def _drawn(case: Gemm, device: torch.device) -> Any:
     made = torch.empty(case.experts, case.columns, case.depth, dtype=torch.bfloat16, device=device)
     made.normal_(std=case.depth**-0.5)
-    return quantize_weights(made) if case.dtype == "fp8" else made
+    if case.dtype == BF16:
+        return made
+    if case.dtype == FP8:
+        return quantize_weights(made)
+    return pack_mxfp4(in_mxfp4(made)) if case.dtype == PACKED else in_mxfp4(made)
 
 
 def _rows_of(case: Gemm, counts: torch.Tensor) -> tuple[torch.Tensor, Operand]:
     """Return random rows in bfloat16, and the same in the dtype of the GEMM."""
     drawn = torch.randn(int(counts.sum()), case.depth, device=counts.device).bfloat16()
-    return drawn, Fp8(*quantize(drawn)) if case.dtype == "fp8" else drawn
+    return drawn, Fp8(*quantize(drawn)) if case.has_fp8_rows else drawn
 
 
 def _row(
-    case: Gemm, weights: list[Operand], counts: torch.Tensor, every_schedule: bool, replays: int, with_others: bool
+    case: Gemm, weights: list[Any], counts: torch.Tensor, every_schedule: bool, replays: int, with_others: bool
 ) -> dict[str, Any]:
     rows = int(counts.sum())
     drawn, x = _rows_of(case, counts)
@@ -237,7 +260,7 @@ def _row(
     calls = _schedules(case, x, weights, counts, tuple(case.schedules) if every_schedule else (chosen,))
     if case.activation is not None:
         calls[APART] = _schedules(case, x, weights, counts, (chosen,), interleaved=False)[chosen]
-    others = _of_torch(drawn, weights, counts) if case.dtype == "bf16" else {}
+    others = _of_torch(drawn, weights, counts) if case.dtype == BF16 else {}
     compared: dict[str, Any] = {}
     if with_others:
         found, failed = other_gemms.calls(x, weights, counts)
@@ -284,7 +307,7 @@ def _widened(operand: Operand, at: torch.Tensor, rows_of_scale: int) -> torch.Te
 def _schedules(
     case: Gemm,
     x: Operand,
-    weights: list[Operand],
+    weights: list[Any],
     counts: torch.Tensor,
     names: Sequence[str],
     interleaved: bool = True,

@@ -13,22 +13,23 @@ import torch.distributed as dist
 
 from moecomm.base.choices import Quantize
 from moecomm.buffer import Buffer
-from moecomm.fused import Fp8, Mxfp4, kernels, quantize_channels, quantize_rows, quantize_weights
+from moecomm.fused import Fp8, kernels, pack_mxfp4, quantize_channels, quantize_rows, quantize_weights
 from moecomm.fused.experts import apply_experts
 from moecomm.fused.formats import format_of
-from moecomm.gpu.quantize_rows import cast
 from moecomm.ranks.settings import Settings
 from moecomm.router import Model, random_routing
 from moecomm_bench import other_experts, other_layers, replay
 from moecomm_bench.case import Traffic
 from moecomm_bench.clock import Call, Clock, Rotation
+from moecomm_bench.four_bits import in_mxfp4
 from moecomm_bench.layer_case import ModelsCase
 from moecomm_bench.ranks import together
 from moecomm_bench.singles import Singles
 from moecomm_bench.torch_layer import TorchLayer, TorchRankLayer
 
-# Variants of our layer, as results name them. FP8 and MXFP4 also name variants of its parts, and precede the others.
-SEQUENTIAL, FUSED, FP8, MXFP4 = "sequential", "one launch", "fp8", "mxfp4"
+# Variants of our layer, as results name them. FP8, MXFP4 and PACKED (MXFP4 beside FP8 rows) also name variants of its
+# parts, and precede the others.
+SEQUENTIAL, FUSED, FP8, MXFP4, PACKED = "sequential", "one launch", "fp8", "mxfp4", "packed mxfp4"
 DEFAULT_WIRE = "bf16 wire"  # unfused, with combine's default wire; SEQUENTIAL has the same bits as FUSED
 AS_CALLED = "default"  # `fused=None`: the form that the tuning table chooses
 CHANNELS = {"fp8 by channel": kernels.FP8, "int8 by channel": torch.int8}  # variants, by the dtype of their weights
@@ -149,6 +150,7 @@ class Layers:
             quantized[FP8] = quantize_weights(w13), quantize_weights(w2)
         if case.mxfp4:
             quantized[MXFP4] = in_mxfp4(w13), in_mxfp4(w2)
+            quantized[PACKED] = pack_mxfp4(quantized[MXFP4][0]), pack_mxfp4(quantized[MXFP4][1])
         yield from self._layers("", w13, w2)
         if case.channels:
             for name, of_channels in CHANNELS.items():
@@ -166,14 +168,14 @@ class Layers:
         yield from self._parts("", w13, w2, arrived)
         for dtype, both in quantized.items():
             yield from self._layers(dtype, *both)
-            yield from self._parts(dtype, *both, self._arrived(quantize="fp8") if dtype == FP8 else arrived)
+            yield from self._parts(dtype, *both, arrived if dtype == MXFP4 else self._arrived(quantize="fp8"))
         if case.peers:
             yield from self._others(w13, w2, arrived)
 
     def _layers(self, dtype: str, w13: Any, w2: Any) -> Iterator[tuple[Key, Callable[[], Sequence[Call]]]]:
-        """Yield forms of our layer; `dtype` is FP8, one of CHANNELS, MXFP4 (never fused) or empty."""
+        """Yield forms of our layer; `dtype` is FP8, one of CHANNELS, MXFP4 or PACKED (never fused), or empty."""
         forms: dict[str, dict[str, Any]] = {dtype or SEQUENTIAL: {"fused": False}}
-        if self.buffer.device.type == "cuda" and dtype != MXFP4:
+        if self.buffer.device.type == "cuda" and dtype not in (MXFP4, PACKED):
             forms[_named(dtype, FUSED)] = {"fused": True}
         if self._case.parts:
             forms[_named(dtype, DEFAULT_WIRE)] = {"fused": False, "wire": torch.bfloat16}
@@ -185,9 +187,9 @@ class Layers:
     def _parts(
         self, dtype: str, w13: Any, w2: Any, arrived: list[LayerRows]
     ) -> Iterator[tuple[Key, Callable[[], Sequence[Call]]]]:
-        """Yield the parts of our unfused layer; with weights in MXFP4, rows travel as with bfloat16."""
+        """Yield the parts of our unfused layer; with weights in MXFP4, rows travel as with bfloat16 or with FP8."""
         options: dict[str, Any] = {"max_rows": self.max_rows, "quantize": "fp8" if dtype == FP8 else None}
-        if dtype != MXFP4:
+        if dtype in ("", FP8):
             call = partial(self.buffer.dispatch, **options, sync=False)
             yield ("moecomm", "dispatch", dtype), partial(self._on_each, call)
         gemms = [_gemms(one, w13, w2) for one in arrived]
@@ -289,11 +291,3 @@ def _gemms(one: LayerRows, w13: Any, w2: Any) -> Call:
     how: dict[str, Any] = {"scales": one.scales, "dtype": torch.bfloat16}
     how["expected_rows"] = max(1, len(one.rows) // len(one.counts))
     return partial(apply_experts, format_of(w2), one.rows, w13, w2, one.counts, **how)
-
-
-def in_mxfp4(w: torch.Tensor) -> Mxfp4:
-    """Return weights `[experts, N, K]` in MXFP4."""
-    experts, rows, columns = w.shape
-    data, scales = cast(w.flatten(0, 1), "mxfp4")
-    assert scales is not None
-    return Mxfp4(data.view(experts, rows, columns // 2), scales.view(torch.uint8).view(experts, rows, columns // 32))

@@ -16,11 +16,11 @@ from moecomm_bench import replay
 from moecomm_bench.clock import percentiles, rounded
 from moecomm_bench.exchange import nccl_group
 from moecomm_bench.layer_case import ModelsCase
-from moecomm_bench.layers import BY_RANK, CHANNELS, DEFAULT_WIRE, FP8, FUSED, MXFP4, SEQUENTIAL, Layers
+from moecomm_bench.layers import BY_RANK, CHANNELS, DEFAULT_WIRE, FP8, FUSED, MXFP4, PACKED, SEQUENTIAL, Layers
 from moecomm_bench.ranks import device_of, on_ranks
 from moecomm_bench.singles import merge_about, open_singles
 
-__all__ = ["BY_RANK", "DEFAULT_WIRE", "FP8", "FUSED", "MXFP4", "SEQUENTIAL", "ModelsCase", "merge", "run", "run_rank"]
+__all__ = ["BY_RANK", "DEFAULT_WIRE", "FP8", "FUSED", "MXFP4", "PACKED", "SEQUENTIAL", "ModelsCase", "merge", "run", "run_rank"]
 
 _TIMES = ("us", "alone_us", "eager_us")
 
@@ -120,7 +120,7 @@ def _compare(row: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     if "us" not in row or row["what"] not in ("layer", "GEMMs"):
         return
     alike = [r for r in rows if "us" in r and all(r[key] == row[key] for key in ("model", "tokens"))]
-    quantized = next((name for name in (*CHANNELS, FP8, MXFP4) if row["variant"].startswith(name)), "")
+    quantized = next((name for name in (*CHANNELS, FP8, MXFP4, PACKED) if row["variant"].startswith(name)), "")
     about = ("moecomm", "GEMMs", quantized)
     gemms = next((r for r in alike if (r["who"], r["what"], r["variant"]) == about), None)
     if row["what"] == "layer" and gemms:

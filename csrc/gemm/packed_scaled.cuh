@@ -82,25 +82,17 @@ struct PackedScalesWalk {
     }
 };
 
-// Makes operand A of `groups` of a step's four products, 64 rows of w, from group `first` on, and the factors of a lane's two rows.
-// `values`: the lane's 16 bytes of the first row in the slot; `scales`: that row's.
-template <i32 first, i32 groups>
-MOECOMM_FN void widen_rows(u32 values, u32 scales, u32 (&a)[4 * groups], float (&factors)[2]) {
+// Makes operand A of a step's four products, 64 rows of w, and the factors of a lane's two rows.  `values`: the lane's 16 bytes of the
+// first row in the slot; `scales`: that row's.
+MOECOMM_FN void widen_rows(u32 values, u32 scales, u32 (&a)[16], float (&factors)[2]) {
 #pragma unroll
     for (i32 second = 0; second < 2; ++second) {
-        u32 words[groups];
-        const u32 from = values + second * 8 * kPackedRowBytes;
-        if constexpr (groups == 4) {
-            const uint4 loaded = load_shared(from);
-            words[0] = loaded.x, words[1] = loaded.y, words[2] = loaded.z, words[3] = loaded.w;
-        } else {
-            const uint2 loaded = load_shared_words(from + 4 * first);
-            words[0] = loaded.x, words[1] = loaded.y;
-        }
+        const uint4 loaded = load_shared(values + second * 8 * kPackedRowBytes);
+        const u32 words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
         const u32 word = load_shared_word(scales + second * 8 * 4), rises = word & kLowHalves;
 #pragma unroll
-        for (i32 i = 0; i < groups; ++i)
-            to_e4m3(words[i], look_up(rises, 0, 0x4440u | static_cast<u32>(first + i)), a[4 * i + second], a[4 * i + 2 + second]);
+        for (i32 i = 0; i < 4; ++i)
+            to_e4m3(words[i], look_up(rises, 0, 0x4440u | static_cast<u32>(i)), a[4 * i + second], a[4 * i + 2 + second]);
         factors[second] = factor_of(word);
     }
 }
@@ -134,20 +126,18 @@ struct PackedLane {
         x = operand_at(shared_address(ring.x[0]));
     }
     // Makes operand A of a part of a slot, and the factors of the lane's two rows.
-    template <i32 first = 0, i32 groups = 4>
-    MOECOMM_FN void widen(i32 slot, i32 part, u32 (&a)[4 * groups], float (&factors)[2]) const {
-        widen_rows<first, groups>(values + slot * c.weight_bytes() + part * (kPartColumns * kPackedRowBytes),
-                                  of_w + slot * kScales + part * (kPartColumns * 4), a, factors);
+    MOECOMM_FN void widen(i32 slot, i32 part, u32 (&a)[16], float (&factors)[2]) const {
+        widen_rows(values + slot * c.weight_bytes() + part * (kPartColumns * kPackedRowBytes),
+                   of_w + slot * kScales + part * (kPartColumns * 4), a, factors);
     }
     // The rows of x in a slot, as operand_at(), in a uniform register.
     MOECOMM_FN u32 rows_of(i32 slot) const { return uniform(x + slot * (c.row_bytes() / 16)); }
-    // Starts the products of widened groups with `rows` of rows_of().
-    template <i32 n, i32 first = 0, i32 size = 16>
-    MOECOMM_FN static void start(u32 rows, const u32 (&a)[size], float (&products)[n / 2]) {
+    // Starts a part's products with `rows` of rows_of().
+    template <i32 n>
+    MOECOMM_FN static void start(u32 rows, const u32 (&a)[16], float (&products)[n / 2]) {
         wgmma_begin();
 #pragma unroll
-        for (i32 k = 0; k < size / 4; ++k)
-            wgmma_registers<c.type, n>(products, a + 4 * k, operand(rows + 2 * (first + k)), first + k > 0 ? 1 : 0);
+        for (i32 k = 0; k < 4; ++k) wgmma_registers<c.type, n>(products, a + 4 * k, operand(rows + 2 * k), k > 0 ? 1 : 0);
         wgmma_commit();
     }
     // Completes the products that have been started, of a slot, and adds them up.
@@ -162,63 +152,40 @@ struct PackedLane {
 // Multiplies a warpgroup's rows of w by n rows of x over the whole depth.  Called by a math warpgroup.  Waits for `full` of each slot and
 // releases the slot when its operands and scales have been read.  Cannot fail.
 //
-// Up to 64 rows there are registers to widen a part's weights while the tensor cores multiply the part before.  Of more rows, and with two
-// blocks a multiprocessor, others use the tensor cores meanwhile.
+// A part's weights are widened while the tensor cores multiply the part before.  There are registers for it up to 64 rows.
 template <GemmConfig c, i32 n, i32 size>
 MOECOMM_FN void multiply_packed_scaled(Ring<c>& ring, RingBarriers<c>& barriers, const RingScales<c>& scales, RingPlace<c>& place,
                                        i32 math_group, i32 steps, float (&accum)[c.parts()][size]) {
     static_assert(c.parts() == 2 && c.swapped && c.depth() == kScaleGroup, "operand A of a part is in registers");
+    static_assert(n <= 64, "two operands A, sums and products are in registers");
     const PackedLane<c> lane(ring, scales, math_group);
-    float products[n / 2] = {};
+    float products[n / 2] = {}, factors[2][2] = {};
+    u32 a[2][16];
+    i32 before = 0;
 #pragma unroll
     for (i32 part = 0; part < c.parts(); ++part)
 #pragma unroll
         for (i32 i = 0; i < n / 2; ++i) accum[part][i] = 0.0f;
-    if constexpr (n <= 64 && c.blocks_per_sm == 1) {
-        float factors[2][2] = {};
-        u32 a[2][16];
-        i32 before = 0;
 #pragma unroll 1
-        for (i32 step = 0; step < steps; ++step) {
-            copy_wait(&barriers.full[place.slot], place.phase);
-            const u32 rows = lane.rows_of(place.slot);
-            lane.widen(place.slot, 0, a[0], factors[0]);
-            if (step > 0) {
-                lane.template finish<n>(before, accum[1], products, factors[1]);
-                __syncwarp();  // all lanes have read their scales
-                release_slot<c>(barriers, before);
-            }
-            lane.template start<n>(rows, a[0], products);
-            lane.widen(place.slot, 1, a[1], factors[1]);
-            lane.template finish<n>(place.slot, accum[0], products, factors[0]);
-            lane.template start<n>(rows, a[1], products);
-            before = place.slot;
-            place.step();
+    for (i32 step = 0; step < steps; ++step) {
+        copy_wait(&barriers.full[place.slot], place.phase);
+        const u32 rows = lane.rows_of(place.slot);
+        lane.widen(place.slot, 0, a[0], factors[0]);
+        if (step > 0) {
+            lane.template finish<n>(before, accum[1], products, factors[1]);
+            __syncwarp();  // all lanes have read their scales
+            release_slot<c>(barriers, before);
         }
-        lane.template finish<n>(before, accum[1], products, factors[1]);
-        __syncwarp();
-        release_slot<c>(barriers, before);
-    } else {
-#pragma unroll 1
-        for (i32 step = 0; step < steps; ++step) {
-            copy_wait(&barriers.full[place.slot], place.phase);
-            const u32 rows = lane.rows_of(place.slot);
-#pragma unroll
-            for (i32 part = 0; part < c.parts(); ++part) {
-                u32 a[8];
-                float factors[2];
-                lane.template widen<0, 2>(place.slot, part, a, factors);
-                lane.template start<n>(rows, a, products);
-                wgmma_wait<0>();
-                lane.template widen<2, 2>(place.slot, part, a, factors);
-                lane.template start<n, 2>(rows, a, products);
-                lane.template finish<n>(place.slot, accum[part], products, factors);
-            }
-            __syncwarp();
-            release_slot<c>(barriers, place.slot);
-            place.step();
-        }
+        lane.template start<n>(rows, a[0], products);
+        lane.widen(place.slot, 1, a[1], factors[1]);
+        lane.template finish<n>(place.slot, accum[0], products, factors[0]);
+        lane.template start<n>(rows, a[1], products);
+        before = place.slot;
+        place.step();
     }
+    lane.template finish<n>(before, accum[1], products, factors[1]);
+    __syncwarp();
+    release_slot<c>(barriers, before);
 }
 
 }  // namespace moecomm

@@ -99,13 +99,8 @@ MXFP4_SCHEDULES = {
     "160x3c1": Schedule(row_unit=16, most_rows=160, stages=3, cluster=1),
     "192x3c1": Schedule(row_unit=32, most_rows=192, stages=3, cluster=1),
 }
-# MXFP4 weights beside FP8 rows, with the tiles of FP8.
-PACKED_SCHEDULES = {
-    "32x4c1p2": Schedule(row_unit=16, most_rows=32, stages=4, cluster=1, blocks_per_sm=2),
-    "64x8c1": Schedule(row_unit=16, most_rows=64, stages=8, cluster=1),
-    "96x6c1": Schedule(row_unit=16, most_rows=96, stages=6, cluster=1),
-    "128x6c1": Schedule(row_unit=16, most_rows=128, stages=6, cluster=1),
-}
+# MXFP4 weights beside FP8 rows.  Tiles of 96 and 128 rows, and two blocks a multiprocessor, were slower.
+PACKED_SCHEDULES = {"64x8c1": Schedule(row_unit=16, most_rows=64, stages=8, cluster=1)}
 FP8_BAND = 2 * BAND  # row tiles are half as high
 
 
@@ -165,11 +160,6 @@ def mxfp4_schedule(expected_rows: int, groups: int, columns: int, multiprocessor
         if expected_rows <= most:
             return MXFP4_SCHEDULES[name]
     return MXFP4_SCHEDULES["192x3c1"]
-
-
-def packed_schedule(expected_rows: int, groups: int, columns: int, multiprocessors: int) -> Schedule:
-    """Return the schedule of a GEMM of FP8 rows and packed MXFP4 weights."""
-    return PACKED_SCHEDULES["64x8c1" if expected_rows <= 40 else "128x6c1"]
 
 
 def check_schedule(dtype: torch.dtype, schedule: Schedule, mxfp4: bool = False) -> None:

@@ -22,7 +22,8 @@ from moecomm.testing import random_layer
 from moecomm.testing.layers import LayerCase, expected
 from moecomm_bench import moe
 from moecomm_bench.cli import app
-from moecomm_bench.layers import BY_RANK, CHANNELS, Layers, in_mxfp4, window_bytes
+from moecomm_bench.four_bits import in_mxfp4
+from moecomm_bench.layers import BY_RANK, CHANNELS, Layers, window_bytes
 from moecomm_bench.torch_layer import TorchLayer, TorchRankLayer
 
 from ..conftest import Ranks
