@@ -298,7 +298,9 @@ def gemm(
     experts: Experts = None,
     tokens: Annotated[str, typer.Option(help=TOKENS)] = "16,128,512,1024,2048,4096,8192",
     ranks: Annotated[str, typer.Option(help="Ranks that share the experts (one is measured): 4,8.")] = "4,8",
-    dtype: Annotated[str, typer.Option(help="Some of bf16, fp8 (e4m3 with scales), mxfp4, packed-mxfp4 (with FP8 rows).")] = "bf16",
+    dtype: Annotated[
+        str, typer.Option(help="Some of bf16, fp8 (e4m3 with scales), mxfp4, packed-mxfp4 (with FP8 rows).")
+    ] = "bf16",
     every_schedule: Annotated[bool, typer.Option("--every-schedule", help="Measure every schedule.")] = False,
     others: Annotated[str, typer.Option(help="Libraries that are measured or named as absent: deep_gemm.")] = "",
     replays: Replays = 5,
@@ -336,7 +338,9 @@ def moe(
         bool, typer.Option("--peers/--no-peers", help="Also measure torch's layer and other libraries' experts.")
     ] = True,
     fp8: Annotated[bool, typer.Option("--fp8", help="Also measure our layer with FP8 weights.")] = False,
-    mxfp4: Annotated[bool, typer.Option("--mxfp4", help="Also measure our layer with MXFP4 weights, and packed ones.")] = False,
+    mxfp4: Annotated[
+        bool, typer.Option("--mxfp4", help="Also measure our layer with MXFP4 weights, and packed ones.")
+    ] = False,
     channels: Annotated[
         bool, typer.Option("--channels", help="Also measure our layer with FP8 and INT8 weights, a scale a channel.")
     ] = False,

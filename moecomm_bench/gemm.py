@@ -30,7 +30,7 @@ from moecomm.fused import (
     quantize_weights,
 )
 from moecomm.fused.fp8 import Operand
-from moecomm.fused.schedules import mxfp4_schedule, schedule_of
+from moecomm.fused.schedules import mxfp4_schedule, packed_schedule, schedule_of
 from moecomm.router import MODELS, Model, random_routing
 from moecomm.tools.progress import progress
 from moecomm_bench import other_gemms
@@ -85,10 +85,10 @@ class Gemm:
     def choose(self, rows: int, device: torch.device) -> str:
         """Return the name of the schedule for `rows` rows of all experts, on a GPU; on the CPU, that of the H200."""
         each, shape = rows // self.experts, (self.experts, self.columns)
-        if self.dtype == PACKED:
-            return next(iter(PACKED_SCHEDULES))
         units = 132 if device.type == "cpu" else kernels.multiprocessors(device.index)
-        if self.dtype == MXFP4:
+        if self.dtype == PACKED:
+            chosen = packed_schedule(each)
+        elif self.dtype == MXFP4:
             chosen = mxfp4_schedule(each, *shape, units)
         elif device.type == "cpu":
             return choose_fp8(each, *shape) if self.dtype == FP8 else choose(each, *shape, self.depth)
@@ -184,8 +184,8 @@ def run(
     """Measure a row for each GEMM and number of tokens, on the current GPU; without one, the reference on the CPU.
 
     Times are medians over `replays`. torch's GEMM never has an activation. In FP8 (scales of 128 columns, and of
-    blocks) and with MXFP4 weights there is no GEMM of torch; our GEMM with SwiGLU of FP8 rows casts its result. `read_tbs` is what the memory of the GPU
-    gives to a plain read.
+    blocks) and with MXFP4 weights there is no GEMM of torch. Our GEMM with SwiGLU casts its result if rows are in FP8.
+    `read_tbs` is what the memory of the GPU gives to a plain read.
 
     Args:
         others: libraries to measure too, of other_gemms.LIBRARIES. They have neither activation nor cast; few rows are

@@ -20,7 +20,19 @@ from moecomm_bench.layers import BY_RANK, CHANNELS, DEFAULT_WIRE, FP8, FUSED, MX
 from moecomm_bench.ranks import device_of, on_ranks
 from moecomm_bench.singles import merge_about, open_singles
 
-__all__ = ["BY_RANK", "DEFAULT_WIRE", "FP8", "FUSED", "MXFP4", "PACKED", "SEQUENTIAL", "ModelsCase", "merge", "run", "run_rank"]
+__all__ = [
+    "BY_RANK",
+    "DEFAULT_WIRE",
+    "FP8",
+    "FUSED",
+    "MXFP4",
+    "PACKED",
+    "SEQUENTIAL",
+    "ModelsCase",
+    "merge",
+    "run",
+    "run_rank",
+]
 
 _TIMES = ("us", "alone_us", "eager_us")
 

@@ -21,7 +21,7 @@ from moecomm.fused.formats import as_packed, format_of
 from moecomm.fused.fp4 import NVFP4, Fp4
 from moecomm.fused.fp8 import Fp8, Operand
 from moecomm.fused.operands import Operands, check_counts, check_operands, result
-from moecomm.fused.schedules import BAND, FP8_BAND, PACKED_SCHEDULES, Schedule, block_columns
+from moecomm.fused.schedules import BAND, FP8_BAND, Schedule, block_columns
 from moecomm.fused.weight_format import PLAIN, parts
 from moecomm.fused.weights import GRANULARITY
 from moecomm.gpu import cuda_driver, tuning
@@ -278,8 +278,10 @@ def _launch_of(
     if schedule is None:
         groups, columns, depth = given.w.shape
         if given.mxfp4:
-            how = expected_rows, groups, columns, units
-            schedule = PACKED_SCHEDULES["64x8c1"] if given.x_scales is not None else schedules.mxfp4_schedule(*how)
+            if given.x_scales is None:
+                schedule = schedules.mxfp4_schedule(expected_rows, groups, columns, units)
+            else:
+                schedule = schedules.packed_schedule(expected_rows)
         else:
             tiled = tiled_as(dtype, given.by_channel)
             depth = depth * dtype.itemsize // tiled.itemsize  # as many bytes

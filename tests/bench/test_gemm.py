@@ -14,11 +14,17 @@ import torch
 from typer.testing import CliRunner
 
 from moecomm.errors import BadInput
-from moecomm.fused import FP8_SCHEDULES, SCHEDULES
+from moecomm.fused import FP8_SCHEDULES, MXFP4_SCHEDULES, PACKED_SCHEDULES, SCHEDULES
 from moecomm.router import MODELS
 from moecomm_bench import gemm, other_gemms
 from moecomm_bench.cli import app
 
+OF_DTYPES: dict[str, dict[str, Any]] = {
+    "bf16": SCHEDULES,
+    "fp8": FP8_SCHEDULES,
+    "mxfp4": MXFP4_SCHEDULES,
+    "packed-mxfp4": PACKED_SCHEDULES,
+}
 SIZES = ["--hidden", "64", "--intermediate", "64", "--topk", "3", "--experts", "8"]
 
 
@@ -27,14 +33,14 @@ def test_the_command_measures_every_gemm_and_says_what(tmp_path: Path, monkeypat
     monkeypatch.setattr("moecomm_bench.ranks.need_gpu", lambda *about: None)  # and times the reference
     out = tmp_path / "found.json"
     words = ["--ranks", "2", "--tokens", "5,24", "--replays", "2", "--every-schedule", "--json", str(out)]
-    words += ["--dtype", "bf16,fp8"]
+    words += ["--dtype", ",".join(OF_DTYPES)]
     told = CliRunner().invoke(app, ["gemm", "--model", "mixtral-8x7b", *SIZES, *words], catch_exceptions=False)
     assert told.exit_code == 0 and "of torch" in told.stdout
     found = json.loads(out.read_text())
     assert found["benchmark"] == "gemm" and found["device"] == "cpu" and found["versions"]["torch"] == torch.__version__
     about = [(row["gemm"], row["activation"], row["tokens"], row["columns"], row["depth"]) for row in found["rows"]]
-    assert [row["dtype"] for row in found["rows"]] == ["bf16"] * 6 + ["fp8"] * 6
-    assert about == 2 * [
+    assert [row["dtype"] for row in found["rows"]] == [dtype for dtype in OF_DTYPES for _ in range(6)]
+    assert about == 4 * [
         (1, "swiglu", 5, 128, 64),
         (1, "swiglu", 24, 128, 64),
         (1, None, 5, 128, 64),
@@ -45,7 +51,7 @@ def test_the_command_measures_every_gemm_and_says_what(tmp_path: Path, monkeypat
     for row in found["rows"]:
         assert row["model"] == "" and row["experts"] == 4 and row["ranks"] == 2 and row["topk"] == 3
         assert 0 < row["rows"] < 2 * 3 * row["tokens"]
-        ours = SCHEDULES if row["dtype"] == "bf16" else FP8_SCHEDULES
+        ours = OF_DTYPES[row["dtype"]]
         others = {"torch"} if row["dtype"] == "bf16" else set()
         assert set(row["us"]) == {*ours, *(("apart",) if row["activation"] else ()), *others}
         assert min(row["us"].values()) > 0 and row["chosen"] in ours
@@ -55,7 +61,7 @@ def test_the_command_measures_every_gemm_and_says_what(tmp_path: Path, monkeypat
             assert row["of_torch"] is None
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("dtype", OF_DTYPES)
 def test_all_schedules_are_measured_and_nothing_else(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm, "_alternating", lambda calls, copies, replays: gemm._on_cpu(calls, replays))
     case = gemm.Gemm("", 2, 1, "swiglu", 3, experts=4, columns=128, depth=64, dtype=dtype)
@@ -64,7 +70,7 @@ def test_all_schedules_are_measured_and_nothing_else(dtype: str, monkeypatch: py
     for row in found:
         assert (row["dtype"], row["columns"], row["depth"], row["experts"]) == (dtype, 128, 64, 4)
         assert row["rows"] == int(case.counts(row["tokens"]).sum())
-        assert set(row["us"]) == set(SCHEDULES if dtype == "bf16" else FP8_SCHEDULES)
+        assert set(row["us"]) == set(OF_DTYPES[dtype])
         assert min(row["us"].values()) > 0
 
 
@@ -76,6 +82,12 @@ def test_figures_count_what_the_gemm_needs() -> None:
     assert found == {"tflops": round(work / 1e7, 1), "tbs": round(nbytes / 1e7, 3)}
     nbytes //= 2  # and so is what is cast
     found = dataclasses.replace(case, dtype="fp8").figures(counts, 10.0)
+    assert found == {"tflops": round(work / 1e7, 1), "tbs": round(nbytes / 1e7, 3)}
+    nbytes -= 3 * 2000 * 3000 // 2  # weights alone are smaller
+    found = dataclasses.replace(case, dtype="packed-mxfp4").figures(counts, 10.0)
+    assert found == {"tflops": round(work / 1e7, 1), "tbs": round(nbytes / 1e7, 3)}
+    nbytes = 3 * 2000 * 3000 // 2 + 2 * (500 * 3000 + 500 * 1000)
+    found = dataclasses.replace(case, dtype="mxfp4").figures(counts, 10.0)
     assert found == {"tflops": round(work / 1e7, 1), "tbs": round(nbytes / 1e7, 3)}
 
 
@@ -138,6 +150,9 @@ def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     assert not found and "deep_gemm" in why["deep_gemm"]
     with pytest.raises(BadInput, match="others"):
         gemm.check([MODELS["qwen3-235b"]], [4], [1], replays=1, others=["cutlass"])
+    for dtype in ("mxfp4", "packed-mxfp4"):
+        with pytest.raises(BadInput, match="dtype"):
+            gemm.check([MODELS["qwen3-235b"]], [4], [1], replays=1, dtypes=[dtype], others=["deep_gemm"])
 
 
 def test_counts_are_those_of_one_rank_and_the_same_each_time() -> None:

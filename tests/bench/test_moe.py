@@ -45,6 +45,10 @@ KEYS = [
     ("moecomm", "layer", "mxfp4, bf16 wire"),
     ("moecomm", "layer", "mxfp4, default"),
     ("moecomm", "GEMMs", "mxfp4"),
+    ("moecomm", "layer", "packed mxfp4"),
+    ("moecomm", "layer", "packed mxfp4, bf16 wire"),
+    ("moecomm", "layer", "packed mxfp4, default"),
+    ("moecomm", "GEMMs", "packed mxfp4"),
     ("torch", "layer", ""),
     ("torch", "layer", "rows by rank"),
     ("torch", "GEMMs", ""),
@@ -65,7 +69,7 @@ def test_the_command_measures_layers_and_their_parts(tmp_path: Path) -> None:
     assert about == [(tokens, *key) for tokens in (5, 24) for key in KEYS]
     for row in found["rows"]:
         assert 0 < row["us"]["p50"] <= row["us"]["p90"]
-        dtype = next((name for name in ("fp8", "mxfp4") if row["variant"].startswith(name)), "")
+        dtype = next((name for name in ("fp8", "mxfp4", "packed mxfp4") if row["variant"].startswith(name)), "")
         key = (row["tokens"], "moecomm", "GEMMs", dtype)
         gemms = found["rows"][about.index(key)]["us"]["p50"]
         if row["what"] == "layer":
@@ -171,6 +175,14 @@ def _outputs(rank: int, group: Any) -> dict[str, Any]:
     return {"out": found, "inputs": inputs, "weights": [tensor.tolist() for tensor in weights.values()]}
 
 
+class Packed(LayerCase):
+    """A layer whose rows are cast to FP8, and whose weights are given in MXFP4."""
+
+    def matrices(self, expert: int, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the matrices in float64, as they are."""
+        return self.w13[expert].to(device).double(), self.w2[expert].to(device).double()
+
+
 def test_every_form_computes_the_layer_of_each_input(ranks: Ranks) -> None:
     """Within the bounds of the reference; torch's layer by rank also rounds each product and sum to bfloat16."""
     by_rank = ranks.run(2, _outputs)
@@ -191,8 +203,10 @@ def test_every_form_computes_the_layer_of_each_input(ranks: Ranks) -> None:
         for rank, name in itertools.product(range(2), by_rank[0]["out"]):
             who, _, variant = name.split("\n")
             wire = torch.bfloat16 if "wire" in variant or who == "torch" else None
-            used = [dequantize(in_mxfp4(w)) for w in (w13, w2)] if variant.startswith("mxfp4") else (w13, w2)
-            of = LayerCase(**given, w13=used[0], w2=used[1], wire=wire, fp8=variant.startswith("fp8"))
+            used = [dequantize(in_mxfp4(w)) for w in (w13, w2)] if "mxfp4" in variant else (w13, w2)
+            kind = Packed if variant.startswith("packed") else LayerCase
+            fp8 = variant.startswith(("fp8", "packed"))
+            of = kind(**given, w13=used[0], w2=used[1], wire=wire, fp8=fp8)
             want, out = expected(of, rank), torch.tensor(by_rank[rank]["out"][name][index], dtype=torch.float64)
             assert ((out - want.out).abs() <= want.bound * (3 if variant == BY_RANK else 1)).all(), (rank, name)
     first, second = by_rank[0]["out"]["moecomm\nlayer\nsequential"]
