@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import silu
 
 from moecomm import BadInput, Placement, checkpoints
+from moecomm.fused import fp4, pack_mxfp4, packed_mxfp4
 from moecomm.testing import LocalBuffers
 
 HIDDEN, INNER, EXPERTS, TOPK, TOKENS, RANKS = 96, 64, 6, 2, 17, 2
@@ -116,6 +117,17 @@ def test_a_layer_has_the_sums_of_its_checkpoint(name: str, placed: bool) -> None
             wants.append((chosen * weights.double().unsqueeze(2)).sum(1))
         for out, want in zip(ranks.moe(calls), wants, strict=True):
             assert (out.double() - want).abs().max() <= 2**-5 * want.abs().max()
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "DeepSeek-V4"])
+def test_packed_weights_of_a_checkpoint_stand_for_its_values(name: str) -> None:
+    """Also those of empty slots, which are 0."""
+    load, make = LOADERS[name]
+    given = load(make()[0].tensors, HELD[0], prefix="x.")
+    for argument, depth in (("w13", HIDDEN), ("w2", INNER)):
+        packed = pack_mxfp4(given[argument])
+        assert torch.equal(packed_mxfp4.dequantize(packed, depth), fp4.dequantize(given[argument]))
+        assert not bool(packed_mxfp4.dequantize(packed)[1].any())
 
 
 @pytest.mark.parametrize("name", LOADERS)

@@ -17,7 +17,7 @@ from moecomm import ExpertWeights, Placement, formats, ops
 from moecomm.base.placement import NONE, replicated
 from moecomm.base.replicas import copies, shares
 from moecomm.errors import Aborted, BadInput, Mismatch, PeerLost, Timeout, Unsupported
-from moecomm.fused import quantize_weights
+from moecomm.fused import pack_mxfp4, quantize_weights
 from moecomm.testing.cases import random_placement
 from moecomm.weights import copies as weight_copies
 
@@ -229,7 +229,12 @@ def as_bytes(part: torch.Tensor) -> torch.Tensor:
     return part.view(torch.uint8) if part.itemsize == 1 else part
 
 
-@pytest.mark.parametrize("quantized", [quantize_weights, in_mxfp4])
+def in_packed_mxfp4(w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    values, scales = in_mxfp4(w)
+    return pack_mxfp4((values, scales))
+
+
+@pytest.mark.parametrize("quantized", [quantize_weights, in_mxfp4, in_packed_mxfp4])
 def test_quantized_weights(quantized: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]) -> None:
     """Scales are copied, too."""
     hidden, inner = 128, 128

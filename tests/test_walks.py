@@ -21,7 +21,7 @@ from moecomm import ops
 from moecomm.base import known as known_checks
 from moecomm.dispatch import observers
 from moecomm.dispatch.routed import Handle, Routed
-from moecomm.fused import Mxfp4, Nvfp4, interleave, layer, quantize_channels, quantize_weights
+from moecomm.fused import Mxfp4, Nvfp4, interleave, layer, pack_mxfp4, quantize_channels, quantize_weights
 from moecomm.ops.handles import Routes
 from moecomm.ops.operator import Operator
 
@@ -286,8 +286,8 @@ def weights_of(kind: str, experts: int = EXPERTS) -> tuple[Any, Any]:
     """w13 and w2 of one of the formats."""
     g = torch.Generator().manual_seed(0)
     shapes = (experts, 2 * INNER, HIDDEN), (experts, HIDDEN, INNER)
-    if kind in ("mxfp4", "nvfp4"):
-        block, of = (32, Mxfp4) if kind == "mxfp4" else (16, Nvfp4)
+    if kind in ("mxfp4", "packed", "nvfp4"):
+        block, of = (16, Nvfp4) if kind == "nvfp4" else (32, Mxfp4)
         found = []
         for e, rows, columns in shapes:
             data = torch.randint(0, 256, (e, rows, columns // 2), generator=g).to(torch.uint8)
@@ -295,6 +295,8 @@ def weights_of(kind: str, experts: int = EXPERTS) -> tuple[Any, Any]:
             if of is Nvfp4:
                 scales = (scales / 120).to(torch.float8_e4m3fn)
             found.append(Mxfp4(data, scales) if of is Mxfp4 else Nvfp4(data, scales, torch.rand(e, generator=g) / 10))
+        if kind == "packed":
+            return pack_mxfp4(found[0]), pack_mxfp4(found[1])
         return found[0], found[1]
     w13, w2 = (torch.randn(shape, generator=g).bfloat16() / 8 for shape in shapes)
     if kind == "interleaved":
@@ -308,7 +310,7 @@ def weights_of(kind: str, experts: int = EXPERTS) -> tuple[Any, Any]:
     return cast(w13), cast(w2)
 
 
-KINDS = ("bf16", "interleaved", "fp8", "fp8_token", "int8_token", "mxfp4", "nvfp4")
+KINDS = ("bf16", "interleaved", "fp8", "fp8_token", "int8_token", "mxfp4", "packed", "nvfp4")
 
 
 def changed(part: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

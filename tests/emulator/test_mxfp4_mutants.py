@@ -1,4 +1,4 @@
-"""Every seeded bug of the kernel that multiplies MXFP4 weights must be seen in the cases of test_mxfp4_gemm.py."""
+"""Cases of test_mxfp4_gemm.py and test_packed_mxfp4_gemm.py see each seeded bug of the kernels with MXFP4 weights."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import pytest
 from ..native.mutants import Mutant
 from . import gemm_machine, plain_gemm
 from . import test_mxfp4_gemm as cases
+from . import test_packed_mxfp4_gemm as packed_cases
 from .test_mxfp4_gemm import plain_maps as plain_maps
 from .units import Units, edited
 
 pytestmark = pytest.mark.long
 
-FILE, EVERY = "gemm/mxfp4.cuh", "every value"
+FILE, PACKED, EVERY = "gemm/mxfp4.cuh", "gemm/packed_scaled.cuh", "every value"
 MUTANTS = [  # `caught_by`: a case of test_mxfp4_gemm.py, or EVERY
     Mutant(name, FILE, old, new, caught_by)
     for name, old, new, caught_by in (
@@ -36,6 +37,28 @@ MUTANTS = [  # `caught_by`: a case of test_mxfp4_gemm.py, or EVERY
         ("gate rows alone", "c.apart ? apart_row(row, args.columns / 2)", "c.apart ? row / 2", "apart"),
         ("a slot is free too early", "before = place.slot;", "before = (place.slot + 1) % c.stages;", "plain"),
     )
+] + [  # `caught_by`: a case of test_packed_mxfp4_gemm.py, or EVERY
+    Mutant(f"packed: {name}", PACKED, old, new, caught_by)
+    for name, old, new, caught_by in (
+        ("1 is 1.5", "kLowTable = 0x14100800u", "kLowTable = 0x14140800u", "plain"),
+        ("half has no rise", "kLowRise = 0x08080800u", "kLowRise = 0x08080000u", "plain"),
+        ("4 has no rise", "kHighRise = 0x08080808u", "kHighRise = 0x08000808u", "plain"),
+        ("no sign of the fourth", "| (word & kByteSigns)", "| (word & 0x00808080u)", "plain"),
+        ("no sign of the fifth", "(word << 4 & kByteSigns)", "(word << 4 & 0x80808000u)", "plain"),
+        ("rises of two groups", "0x4440u | static_cast<u32>(i)", "0x4440u | static_cast<u32>(i & 2)", "plain"),
+        ("rises above 7", "kLowHalves = 0x0f0f0f0fu", "kLowHalves = 0x07070707u", "plain"),
+        ("small exponents", "scales >> 1 & 0x78000000u", "scales >> 1 & 0x70000000u", EVERY),
+        ("odd exponents", "scales << 3 & 0x07800000u", "scales << 3 & 0x07000000u", "plain"),
+        ("one row's scales", "scales + second * 8 * 4", "scales", "plain"),
+        ("one row's values", "values + second * 8 * kPackedRowBytes", "values", "plain"),
+        ("no swizzle", "((lane_id() % 4) ^ (row / 2 % 4))", "(lane_id() % 4)", "plain"),
+        ("x of one group", "operand(rows + 2 * k)", "operand(rows)", "plain"),
+        ("one scale of two rows of x", "of_rows.y * factors", "of_rows.x * factors", "plain"),
+        ("scales of the first step", "step += columns;", "step += 0;", "plain"),
+        ("factors of the other part", "accum[0], products, factors[0]", "accum[0], products, factors[1]", "plain"),
+        ("gate rows alone", "c.apart ? apart_row(", "false ? apart_row(", "apart"),
+        ("a slot is free too early", "before = place.slot;", "before = (place.slot + 1) % c.stages;", "plain"),
+    )
 ]  # fmt: skip
 
 
@@ -44,7 +67,13 @@ def test_a_mutant_is_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> 
     unit = Units(edited(plain_gemm.write, mutant.file, mutant.old, mutant.new), "tensor_cores.h")
     monkeypatch.setattr(gemm_machine, "units", lambda: unit)
     monkeypatch.setattr(gemm_machine, "compiled", lru_cache(gemm_machine.compiled.__wrapped__))
-    case = cases.test_the_kernel_has_the_bits_of_the_kernel_for_bf16
-    test = cases.test_every_value_with_every_scale if mutant.caught_by == EVERY else partial(case, mutant.caught_by)
+    if mutant.file == PACKED:
+        case, every = (
+            packed_cases.test_the_kernel_has_the_products_of_widened_weights,
+            packed_cases.test_every_value_with_every_scale,
+        )
+    else:
+        case, every = cases.test_the_kernel_has_the_bits_of_the_kernel_for_bf16, cases.test_every_value_with_every_scale
+    test = every if mutant.caught_by == EVERY else partial(case, mutant.caught_by)
     with pytest.raises(AssertionError):
         test()

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from moecomm import Placement
 from moecomm.dispatch.reference import GROUP, quantize
 from moecomm.errors import BadInput
 from moecomm.fused import Fp8, Mxfp4, PackedMxfp4, fp4, grouped_gemm, interleave, pack_mxfp4, packed_mxfp4
 from moecomm.fused.kernels import FP8
-from moecomm.testing import random_layer
+from moecomm.testing import LocalBuffers, random_layer
 
 from ..test_moe import opened
 
@@ -117,6 +118,25 @@ def test_a_layer_has_the_bits_of_its_parts(interleaved: bool) -> None:
         y = grouped_gemm(Fp8(*quantize(inner)), call["w2"], counts)
         want = buffer.combine(y, routed.handle, wire=call["wire"])
         assert all(torch.equal(out, want) for out in outs)
+
+
+@pytest.mark.parametrize("held", [[[3, -1, 0, 1], [2, 1, -1, 0]], [[0, 1, 2, 3], [3, 3, 0, 2]]])
+def test_a_layer_does_not_depend_on_the_placement(held: list[list[int]]) -> None:
+    """Replicas, empty slots and experts in any order; half of the rows of a rank go elsewhere than without."""
+    drawn = random_layer(3, **{**SIZES, "ranks": 2}, dtype=torch.bfloat16)
+    cases = [drawn.call(rank) for rank in range(2)]
+    w13, w2 = (pack_mxfp4(weights(5 + i, (4, *of), 119, 122)) for i, of in enumerate(((128, 96), (96, 64))))
+    sizes = {"hidden": 96, "num_experts": 4, "topk": 2, "max_tokens": 33, "backend": "host", "timeout_s": 20}
+    outs = []
+    for placement in (None, Placement(held)):
+        with LocalBuffers(2, **sizes, **({} if placement is None else {"placement": placement})) as ranks:
+            calls = []
+            for buffer, call in zip(ranks.buffers, cases, strict=True):
+                own = torch.tensor(list(buffer.local_experts)).clamp(min=0)
+                mine = {name: PackedMxfp4(*(t[own] for t in w)) for name, w in (("w13", w13), ("w2", w2))}
+                calls.append({**call, **mine, "interleaved": False, "bias": None, "wire": "rows"})
+            outs.append(ranks.moe(calls))
+    assert all(map(torch.equal, *outs))
 
 
 def test_what_does_not_fit_is_named() -> None:

@@ -470,7 +470,7 @@ class Moe:
         round_ = Round.of(state, step)
         activation, biases = options.get("activation", "swiglu"), options.get("biases", False)
         kind = options.get("format", "plain") if state.hidden % 32 == 0 and not biases else "plain"
-        if state.dtype == "float32" or (kind == "mxfp4" and state.dtype != "bfloat16"):
+        if state.dtype == "float32" or (kind.endswith("mxfp4") and state.dtype != "bfloat16"):
             kind = "plain"
         balance, version = None, step.seed
         w13, w2, b13, b2 = rank.weights_of(version)
@@ -488,6 +488,8 @@ class Moe:
             w13, w2, loss = fused.quantize_channels(w13, dtype), fused.quantize_channels(w2, dtype), 0.2
         if kind == "mxfp4":
             w13, w2, loss = _mxfp4(w13), _mxfp4(w2), 0.9
+        if kind == "packed mxfp4":
+            w13, w2, loss = fused.pack_mxfp4(_mxfp4(w13)), fused.pack_mxfp4(_mxfp4(w2)), 0.9
         if wire in ("fp8", "int8"):
             loss = (loss or 0) + 0.12
         given |= {"w13": w13, "w2": w2, "activation": activation, "wire": wire}

@@ -126,7 +126,7 @@ def draw_options(rng: random.Random, call: str) -> dict[str, Any]:
             "activation": rng.choice(ACTIVATIONS),
             "biases": rng.random() < 0.3,
             "bias": rng.random() < 0.3,
-            "format": rng.choice(["plain", "plain", "fp8", "fp8 channels", "int8 channels", "mxfp4"]),
+            "format": rng.choice(["plain", "plain", "fp8", "fp8 channels", "int8 channels", "mxfp4", "packed mxfp4"]),
             "own weights": rng.random() < 0.6,
             "replicate": rng.random() < 0.6,
             "interleaved": rng.random() < 0.2,
