@@ -23,6 +23,7 @@ from moecomm.fused import (
     channels,
     grouped_gemm,
     interleave,
+    pack_mxfp4,
     quantize_channels,
     quantize_rows,
     quantize_weights,
@@ -226,6 +227,21 @@ def test_what_is_not_fused_is_said_once(caplog: pytest.LogCaptureFixture, monkey
     say_once.cache_clear()
 
 
+def test_ranks_of_which_one_has_packed_weights_are_named() -> None:
+    """Rows travel in FP8 to packed weights, in bfloat16 to those that are not."""
+    sizes = MXFP4 | {"ranks": 2}
+    case = random_layer(3, **sizes, dtype=torch.bfloat16)
+    case.interleaved = False
+    plain = mxfp4(1, 128, 96), mxfp4(2, 96, 64)
+    weights = [tuple(type(w)(*(t[:2] for t in w)) for w in both) for both in (map(pack_mxfp4, plain), plain)]
+    calls = [case.call(rank) | {"w13": w13, "w2": w2} for rank, (w13, w2) in enumerate(weights)]
+    with opened(sizes) as ranks, ThreadPoolExecutor(2) as pool:
+        pairs = zip(ranks.buffers, calls, strict=True)
+        for future in [pool.submit(buffer.moe, **call) for buffer, call in pairs]:
+            with pytest.raises(Mismatch):
+                future.result()
+
+
 @pytest.mark.parametrize("other", ["blocks", "INT8", "bf16"])
 def test_ranks_with_weights_of_other_formats_are_named(other: str) -> None:
     sizes = SIZES | {"ranks": 2, "intermediate": 64}
@@ -310,6 +326,27 @@ REFUSALS = {
         lambda case, w13, w2: {"w2": (w2.data[:, :, :24].contiguous(), w2.scales)},
         32,
         torch.float16,
+    ),
+    "packed mxfp4": Refusal(
+        MXFP4,
+        lambda case: (pack_mxfp4(mxfp4(1, 128, 96)), pack_mxfp4(mxfp4(2, 96, 64))),
+        lambda case, w13, w2: [
+            {"w13": case.w13},
+            {"w2": case.w2},
+            {"w2": quantize_weights(case.w2)},
+            {"w13": mxfp4(1, 128, 96)},
+            {"w13": (w13.data[:, :-1].contiguous(), w13.scales[:, :, :-1].contiguous())},
+            {"w13": (w13.data, w13.scales[:, :, :-1])},
+            {"w13": (w13.data[:, :, :-1].contiguous(), w13.scales)},
+            {"w13": (w13.data, w13.scales.transpose(1, 2))},
+            {"w13": (by_column(w13.data), w13.scales)},
+            {"w2": (w2.data, w2.scales.long())},
+            {"w2": (w2.data, w2.scales, w2.scales)},
+            {"w2": (w2.data[:3], w2.scales[:3])},
+        ],
+        lambda case, w13, w2: {"w13": pack_mxfp4(mxfp4(1, 96, 96))},
+        32,
+        torch.float32,
     ),
     "nvfp4": Refusal(
         NVFP4,
