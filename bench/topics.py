@@ -145,29 +145,6 @@ def weights() -> str:
     return table("model | dtype | GEMM | 16 tokens | 32 tokens | 64 tokens | 128 tokens", rows)
 
 
-def four_bits() -> str:
-    """Return the tables of packed MXFP4 weights: grouped GEMMs, and layers of one rank."""
-    found, times = load("gemm-packed-mxfp4-h200"), dict[tuple[str, str, int], dict[str, float]]()
-    for row in found["rows"]:
-        if row["gemm"] == 2 or row["activation"]:
-            what = ", ".join(filter(None, (str(row["gemm"]), row["activation"])))
-            each = row["tokens"] * row["topk"] // row["experts"]
-            times.setdefault((row["model"], what, each), {})[row["dtype"]] = row["us"][row["chosen"]]
-    rows = []
-    for (model, what, each), of in times.items():
-        ratios = [f"{of['packed-mxfp4'] / of[other]:.2f}" for other in ("fp8", "bf16")]
-        rows.append(line(found, ("GEMM",), model, what, str(each), *map(time_of, of.values()), *ratios))
-    weights = "bf16 | FP8 | MXFP4 | packed MXFP4 | over FP8 | over bf16"
-    gemms = table(f"model | GEMM | rows an expert | {weights}", rows)
-    layers, rows = load("moe-packed-mxfp4-h200"), []
-    for tokens in layers["case"]["tokens"]:
-        of = {r["variant"]: r["us"]["p50"] for r in layers["rows"] if (r["tokens"], r["what"]) == (tokens, "layer")}
-        us = [of[kind + "default"] for kind in ("", "fp8, ", "mxfp4, ", "packed mxfp4, ")]
-        ratios = [f"{us[3] / other:.2f}" for other in (us[1], us[0])]
-        rows.append(line(layers, layer_parts(tokens), str(tokens), *map(time_of, us), *ratios))
-    return f"{gemms}\n\n{table(f'tokens | {weights}', rows)}"
-
-
 def fp8() -> str:
     """Grouped GEMMs in bf16 and FP8."""
     found, rows = load("gemm-fp8-h100"), []
@@ -809,14 +786,6 @@ TOPICS = (
         "torch's sum of a large tensor reads in the same run.",
         "gemm-few-h200",
         weights,
-    ),
-    Topic(
-        "Packed MXFP4 weights",
-        "One H200.  Rows are in FP8 beside FP8 and packed MXFP4 weights (`moecomm.fused.pack_mxfp4`), else in bf16.  "
-        "Grouped GEMMs of one of 8 ranks.  Then layers of gpt-oss-120b on one rank, by default; those with MXFP4 run "
-        "unfused.",
-        "gemm-packed-mxfp4-h200 moe-packed-mxfp4-h200",
-        four_bits,
     ),
     Topic(
         "Formats",

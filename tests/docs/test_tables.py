@@ -157,10 +157,6 @@ def cells() -> Iterator[tuple[str, str, str, list[float]]]:
     shares = [sent["across_bytes"] / gbs / sent["us"]["p50"] / 1e3]
     yield "docs/backends.md", "1 H100 |", "dispatch, `flat`", shares
     yield WIDE, "8 | 128, decode", "mean ranks per token", [result("wide-ep")["rows"][0]["ranks_wanted"]]
-    of_one = {"model": "deepseek-v3", "gemm": 2, "tokens": 64}
-    both = [row_of("gemm-packed-mxfp4-h200", **of_one, dtype=dtype) for dtype in ("packed-mxfp4", "fp8")]
-    packed, fp8 = (row["us"][row["chosen"]] for row in both)
-    yield MEASUREMENTS, "deepseek-v3 | 2 | 16 |", "over FP8", [packed / fp8]
     forms = result("dlrm")["rows"][0]["forms"]
     yield DLRM, "2 |", "saving", [100 * (1 - forms["fused"]["us"] / forms["unfused"]["us"])]
 
