@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from moecomm_bench.case import RoundsCase
 
 app = typer.Typer(
-    help="Measure dispatch, combine, layers, links, grouped GEMMs and fused operators; also under torchrun.",
+    help="Measure dispatch, combine, layers, links, grouped GEMMs, fused operators, transfers of weights; also under "
+    "torchrun.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -90,6 +91,7 @@ ManyReplays = Annotated[int | None, REPLAYS.option(REPLAYED, whole(1))]
 FewerReplays = Annotated[int | None, SWEPT.option(REPLAYED, whole(1))]
 GEMM_MODELS = "deepseek-v3,qwen3-235b,mixtral-8x7b,gpt-oss-120b"
 EVERY_SIZE = Default(*(",".join(str(1 << power) for power in range(most)) for most in (15, 9)))  # to 16384, or to 256
+MOVED, MOVED_INNER = Default(64, 8), Default[int | None](None, 256)
 MOST_BYTES = Default(64 << 20, 1 << 20)
 LAYER_TOKENS, LAYER_REPLAYS = Default("16,128,512,1024,2048,4096,8192", "16,128"), Default(10, 3)
 
@@ -388,6 +390,49 @@ def moe(
     if result is not None:
         table.show_moe(result, table.console())
         keep(result, json)
+
+
+@app.command()
+def transfer(
+    model: Model = "deepseek-v3",
+    hidden: Hidden = None,
+    intermediate: Annotated[int | None, MOVED_INNER.option("Columns inside an expert.", whole(1))] = None,
+    experts: Annotated[int | None, MOVED.option("Experts of all ranks.", whole(1))] = None,
+    sets: Annotated[
+        str, typer.Option(help="apart: half of the ranks train, the others serve; overlap: all do both; several: a,b.")
+    ] = "apart,overlap",
+    cast: Annotated[
+        str, typer.Option(help="Casts on the way, by names of moecomm.transfer; bf16: none; several: a,b.")
+    ] = "bf16,fp8,mxfp8,nvfp4,mxfp4,int8_token",
+    replays: FewerReplays = None,
+    ranks: Ranks = None,
+    backend: Backend = "auto",
+    json: Json = None,
+) -> None:
+    """Time transfers of weights from trainer to engine, beside broadcast, all-gather and a copy of the bytes alone."""
+    from moecomm_bench import table
+    from moecomm_bench import transfer as measured
+    from moecomm_bench.case import model_sizes
+    from moecomm_bench.ranks import plan
+
+    name, count = plan(backend, ranks)
+    _, columns, _, _ = model_sizes(model, hidden, None, None)
+    found = measured.run(
+        measured.TransferCase(
+            model=model,
+            hidden=columns,
+            intermediate=options.inner_of(model, MOVED_INNER.of(intermediate, backend)),
+            experts=MOVED.of(experts, backend),
+            ranks=count,
+            backend=name,
+            sets=sets.split(","),
+            casts=cast.split(","),
+            replays=SWEPT.of(replays, backend),
+        )
+    )
+    if found is not None:
+        table.show_rows(found["rows"], table.console())
+        keep(found, json)
 
 
 add_overlap(app)

@@ -58,6 +58,13 @@ def mode_of(asked: str | None, backend: str) -> str:
     return asked if asked is not None else "eager" if backend == "host" else "graph"
 
 
+def inner_of(model: str, intermediate: int | None) -> int:
+    """Return the columns inside an expert: those given, or the model's."""
+    from moecomm.router import MODELS
+
+    return MODELS[model].intermediate if intermediate is None else intermediate
+
+
 def case_of(
     sizes: tuple[str, int | None, int | None, int | None],
     lists: tuple[str, str, str, str],

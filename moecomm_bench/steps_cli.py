@@ -22,6 +22,7 @@ from moecomm_bench.options import (
     Routing,
     Topk,
     case_of,
+    inner_of,
 )
 
 Model = Annotated[str, typer.Option(help="Model that sets the sizes (a name in moecomm.router.MODELS).")]
@@ -59,7 +60,7 @@ def decode(
 
     sizes, lists = (model, hidden, topk, experts), (tokens, layout, payload, "0")
     case = case_of(sizes, lists, (backend, ranks, None), routing, replays=1, ceiling=False, peers=False)
-    inner = _inner(model, intermediate) if gemms else 0
+    inner = inner_of(model, intermediate) if gemms else 0
     counts = DECODED.of(layers, backend), STEPS.of(steps, backend)
     found = measured.run(measured.Decode(case, counts[0], expert_us, delay_us, counts[1], inner))
     if found is not None:
@@ -90,17 +91,11 @@ def training(
     lists = (TRAINED_TOKENS.of(tokens, backend), "expert", "bf16", "0")
     repeated = REPLAYS.of(replays, backend)
     case = case_of(sizes, lists, (backend, ranks, None), routing, replays=repeated, ceiling=False, peers=peers)
-    inner = _inner(model, INNER.of(intermediate, backend))
+    inner = inner_of(model, INNER.of(intermediate, backend))
     found = measured.run(measured.Training(case, inner, TRAINED.of(layers, backend)))
     if found is not None:
         steps_table.show_training(found, steps_table.console())
         keep(found, json)
-
-
-def _inner(model: str, intermediate: int | None) -> int:
-    from moecomm.router import MODELS
-
-    return MODELS[model].intermediate if intermediate is None else intermediate
 
 
 def add_steps(app: typer.Typer) -> None:

@@ -80,6 +80,11 @@ TABLE: dict[str, dict[tuple[str, ...], tuple[str, ...]]] = {
         ("--model", "--mode", "--backend"): NAMES,
         ("--json",): FILES,
     },
+    "bench transfer": {
+        ("--intermediate", "--hidden", "--experts", "--ranks", "--replays"): SIZES,
+        ("--model", "--sets", "--cast", "--backend"): NAMES,
+        ("--json",): FILES,
+    },
     "bench decode": {
         ("--tokens", "--layers", "--steps", "--intermediate", "--hidden", "--topk", "--experts", "--ranks"): SIZES,
         ("--expert-us", "--delay-us"): ("2000000", *REALS),
