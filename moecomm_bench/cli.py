@@ -346,6 +346,9 @@ def moe(
     channels: Annotated[
         bool, typer.Option("--channels", help="Also measure our layer with FP8 and INT8 weights, a scale a channel.")
     ] = False,
+    rows_wire: Annotated[
+        bool, typer.Option("--rows-wire", help="Also measure our layer and combine with rows that return unsummed.")
+    ] = False,
     others: Annotated[
         str, typer.Option(help="Libraries whose FP8 layers are measured or named as absent, beside --fp8: deep_gemm.")
     ] = "",
@@ -380,6 +383,7 @@ def moe(
         fp8=fp8,
         mxfp4=mxfp4,
         channels=channels,
+        rows_wire=rows_wire,
         others=others.split(",") if others else [],
         room=room,
         singles=SINGLES.of(singles, backend),

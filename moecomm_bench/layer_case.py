@@ -29,6 +29,7 @@ class ModelsCase:
     parts: bool = True  # also dispatch, GEMMs and combine, each alone, and more forms of the layer
     fp8: bool = False  # also our layer with weights in FP8
     mxfp4: bool = False  # also with weights in MXFP4, beside bfloat16 rows and, packed, beside FP8 rows
+    rows_wire: bool = False  # also our layer and combine whose rows return unsummed
     channels: bool = False  # also our layer with weights in FP8 and INT8 that have scales of channels
     room: int = 0  # least max_tokens of a Buffer; 0: the measured size
     seed: int = 0

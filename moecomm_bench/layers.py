@@ -23,6 +23,7 @@ from moecomm_bench.case import Traffic
 from moecomm_bench.clock import Call, Clock, Rotation
 from moecomm_bench.four_bits import in_mxfp4
 from moecomm_bench.layer_case import ModelsCase
+from moecomm_bench.ours import ROWS_WIRE
 from moecomm_bench.ranks import together
 from moecomm_bench.singles import Singles
 from moecomm_bench.torch_layer import TorchLayer, TorchRankLayer
@@ -180,6 +181,12 @@ class Layers:
         if self._case.parts:
             forms[_named(dtype, DEFAULT_WIRE)] = {"fused": False, "wire": torch.bfloat16}
             forms[_named(dtype, AS_CALLED)] = {"fused": None}
+        if self._case.rows_wire:
+            forms |= {
+                _named(variant, ROWS_WIRE): {**options, "wire": "rows"}
+                for variant, options in forms.items()
+                if "wire" not in options
+            }
         for variant, options in forms.items():
             layer = partial(self.buffer.moe, w13=w13, w2=w2, max_rows=self.max_rows, **options)
             yield ("moecomm", "layer", variant), partial(self._on_each, layer)
@@ -198,6 +205,8 @@ class Layers:
             combine = self.buffer.combine
             ready = [partial(combine, call(), one.handle) for call, one in zip(gemms, arrived, strict=True)]
             yield ("moecomm", "combine", ""), lambda: ready
+            if self._case.rows_wire:
+                yield ("moecomm", "combine", ROWS_WIRE), lambda: [partial(call, wire="rows") for call in ready]
 
     def _others(
         self, w13: torch.Tensor, w2: torch.Tensor, arrived: list[LayerRows]
