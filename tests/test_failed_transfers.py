@@ -39,6 +39,8 @@ from .weight_transfers import (
     SHAPES,
     Model,
     beside,
+    error_of,
+    once,
     opened,
     passed,
     transfers,
@@ -60,7 +62,7 @@ def test_a_flipped_byte_names_the_tensor_and_its_way(where: str) -> None:
 
             def broken(records: Records, record: torch.Tensor, tensors: Any, number: int) -> None:
                 write(records, record, tensors, number)
-                if record.data_ptr() == transfer._record(1, 4).data_ptr():
+                if record.data_ptr() == transfer._record(3, 4).data_ptr():
                     begins = [piece.begin for piece in records._pieces]
                     at = {"values": begins[2] + 7, "scales": begins[3] + 1}
                     at |= {"hash": records._trailer + 17, "number": records._trailer + 8 * len(begins)}
@@ -293,16 +295,6 @@ def test_random_sequences_follow_a_model(seed: int) -> None:
     all_ranks(of, body)
 
 
-def once(transfer: WeightTransfer, name: str) -> None:
-    """Interrupt the next call of a method."""
-
-    def interrupted(*given: Any, **named: Any) -> Any:
-        delattr(transfer, name)
-        raise KeyboardInterrupt
-
-    setattr(transfer, name, interrupted)
-
-
 def test_a_rank_that_missed_a_commit_is_named() -> None:
     """An interrupt between the decision and the switch would leave that: no stage goes on as if nothing were."""
     model = Model(SHAPES, torch.bfloat16, None, 2)
@@ -351,7 +343,7 @@ def test_close_of_another_thread_ends_a_call() -> None:
                 return "told"
             closer = threading.Timer(0.15, transfer.close)
             closer.start()
-            refused = threading.Timer(0.05, lambda: said.append(_error_of(transfer.stage)))
+            refused = threading.Timer(0.05, lambda: said.append(error_of(transfer.stage)))
             refused.start()
             with pytest.raises(Aborted, match=r"closed its WeightTransfer during stage"):
                 transfer.stage()
@@ -365,14 +357,6 @@ def test_close_of_another_thread_ends_a_call() -> None:
     said: list[BaseException] = []
     assert all_ranks(2, body) == ["told", "closed"]
     assert isinstance(said[0], ConcurrentCall)
-
-
-def _error_of(call: Any) -> BaseException:
-    try:
-        call()
-    except BaseException as error:  # noqa: BLE001 - a test looks at it
-        return error
-    return AssertionError("no error")
 
 
 def _killed(rank: int, group: Any, seed: int) -> str:
@@ -412,7 +396,7 @@ def _forked(rank: int, group: Any) -> str:
     model = Model(SHAPES, torch.bfloat16, None, 1)
     with transfers(group, model, *APART) as (transfer, found, have, want):
         if rank == 2 and os.fork() == 0:
-            closed = isinstance(_error_of(transfer.stage), Closed)
+            closed = isinstance(error_of(transfer.stage), Closed)
             transfer.close()
             os._exit(0 if closed else 1)
         if rank == 2:

@@ -87,16 +87,21 @@ def test_a_rank_reads_only_what_it_lacks_and_an_expert_is_cast_once_for_all_read
     routes = routes_of(source, target)
     senders: dict[int, set[int]] = {}
     for rank, route in enumerate(routes):
-        assert set(route.reads) == set(target.held[rank]) - {-1} == set(route.slots)
+        assert set(route.reads) == set(target.held[rank]) - {-1} == set(route.slots) == set(route.places)
+        assert sorted(route.places.values()) == list(range(len(route.places)))
         for expert, sender in route.reads.items():
             assert (sender == rank) == (expert in source.held[rank])
-            assert expert in routes[sender].casts
+            assert expert in routes[sender].casts and (sender == rank) == (
+                rank not in routes[sender].readers.get(expert, ())
+            )
             if sender != rank:
                 senders.setdefault(expert, set()).add(sender)
         for expert, row in route.casts.items():
             assert source.held[rank][row] == expert
-        assert sorted(route.places.values()) == list(range(len(route.places)))
-        assert set(route.places) == set(route.slots) | set(route.casts)
+            home, readers = route.homes[expert], route.readers.get(expert, [])
+            assert expert in routes[home].slots and home in ({rank} if expert in route.slots else set(readers))
+        first = [expert in route.readers for expert in route.casts]
+        assert first == sorted(first, reverse=True)  # what others wait for comes first
     assert all(len(some) == 1 for some in senders.values())
     for rank, route in enumerate(routes):  # a rank casts for itself, or for the readers of an expert
         for expert in route.casts:

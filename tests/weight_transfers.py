@@ -115,3 +115,22 @@ def transfers(group: Any, model: Model, source: Placement, target: Placement) ->
     how: dict[str, Any] = {"source": source, "target": target, "backend": "host", "timeout_s": 10}
     with WeightTransfer(group, model.shapes, **how, dtype=model.dtype, cast=model.cast) as transfer:
         yield transfer, found, have, want
+
+
+def once(transfer: WeightTransfer, name: str) -> None:
+    """Interrupt the next call of a method."""
+
+    def interrupted(*given: Any, **named: Any) -> Any:
+        delattr(transfer, name)
+        raise KeyboardInterrupt
+
+    setattr(transfer, name, interrupted)
+
+
+def error_of(call: Any, *given: Any) -> BaseException | None:
+    """Make a call, and return its error."""
+    try:
+        call(*given)
+    except BaseException as error:  # noqa: BLE001 - a test looks at it
+        return error
+    return None

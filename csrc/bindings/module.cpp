@@ -35,6 +35,7 @@ PYBIND11_MODULE(_native, m) {
     moecomm::bindings::bind_plans(m);
     moecomm::bindings::bind_known_calls(m);
     moecomm::bindings::bind_row_checks(m);
+    moecomm::bindings::bind_weights(m);
     moecomm::bindings::bind_runner(m);
     moecomm::bindings::bind_rounds(m);
     moecomm::bindings::bind_steps(m);

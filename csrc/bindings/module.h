@@ -17,6 +17,7 @@ void bind_rounds(pybind11::module_& m);
 void bind_runner(pybind11::module_& m);
 void bind_steps(pybind11::module_& m);
 void bind_row_checks(pybind11::module_& m);
+void bind_weights(pybind11::module_& m);
 void bind_structs(pybind11::module_& m);
 void bind_leave(pybind11::module_& m);
 void bind_turn(pybind11::module_& m);

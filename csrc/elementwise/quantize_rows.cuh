@@ -118,6 +118,60 @@ MOECOMM_FN void quantize_whole_rows(const QuantizeArgs& a) {
     }
 }
 
+// Cast blocks of 128 x 128 of one matrix to e4m3, each with a scale; those at the lower and right edges may be smaller. A block of the grid
+// casts a block of the matrix at a time, which it keeps in registers. Rows begin at multiples of 16 bytes, and have a multiple of 16
+// columns. Called by all threads of the grid.
+template <Type type>
+MOECOMM_FN void quantize_blocks(const QuantizeArgs& a) {
+    __shared__ u32 of_warps[2][kPassWarps];
+    constexpr i32 pieces = kQuantGroup / kPieceColumns, abreast = kPassThreads / pieces, kept = kQuantGroup / abreast;
+    constexpr i32 eights = kPieceColumns / 8, vectors = sizeof(Piece<type>) / 16 / eights;
+    const i32 across = ceil_div(a.hidden, kQuantGroup), blocks = across * ceil_div(a.count, kQuantGroup);
+    const i64 x_bytes = static_cast<i64>(a.hidden) * bytes_of(type);
+    i32 turn = 0;  // the two halves of of_warps make one barrier a block enough
+    for (i32 block = blockIdx.x; block < blocks; block += gridDim.x, turn ^= 1) {
+        const i32 column = block % across * kQuantGroup + threadIdx.x % pieces * kPieceColumns;
+        const i32 first = block / across * kQuantGroup + threadIdx.x / pieces;
+        const auto has = [&](i32 i) { return column < a.hidden && first + i * abreast < a.count; };
+        Piece<type> held[kept];
+        u32 seen = 0;
+#pragma unroll
+        for (i32 i = 0; i < kept; ++i) {
+            const u8* const row = reinterpret_cast<const u8*>(a.x) + (first + i * abreast) * x_bytes;
+            held[i] = load_piece<type, true>(row, has(i) ? column : a.hidden, a.hidden);
+        }
+#pragma unroll
+        for (i32 i = 0; i < kept; ++i) seen = larger<type>(seen, largest_magnitudes<type>(held[i]));
+        const float of_warp = largest_in_group<type, kWarp>(seen);
+        if (lane_id() == 0) of_warps[turn][warp_id()] = __float_as_uint(of_warp);
+        __syncthreads();
+        u32 largest = 0;
+#pragma unroll
+        for (i32 i = 0; i < kPassWarps; ++i) largest = max(largest, of_warps[turn][i]);  // bits of magnitudes are ordered as they are
+        const float amax[1] = {__uint_as_float(largest)};
+        GroupScale scale[1];
+        group_scales<ScaleFormat::fp32>(amax, scale);
+#pragma unroll
+        for (i32 i = 0; i < kept; ++i) {
+            if (!has(i)) continue;
+            uint2 out[eights];
+#pragma unroll
+            for (i32 n = 0; n < eights; ++n) {
+                uint4 words[vectors];
+#pragma unroll
+                for (i32 v = 0; v < vectors; ++v) {
+                    const u32* const four = held[i].words + 4 * (n * vectors + v);
+                    words[v] = make_uint4(four[0], four[1], four[2], four[3]);
+                }
+                out[n] = narrow_eight<type>(words, scale[0].up);
+            }
+            u8* const to = reinterpret_cast<u8*>(a.values) + static_cast<i64>(first + i * abreast) * a.hidden + column;
+            *reinterpret_cast<uint4*>(to) = make_uint4(out[0].x, out[0].y, out[1].x, out[1].y);
+        }
+        if (threadIdx.x == 0) reinterpret_cast<u32*>(a.scales)[block] = scale[0].bits;
+    }
+}
+
 // `aligned`: rows of x and of values begin at multiples of 16 bytes, and have a multiple of 16 columns.
 template <Type type, Format format, bool aligned>
 MOECOMM_FN void quantize_rows(const QuantizeArgs& a) {

@@ -26,4 +26,12 @@ struct CopyArgs {
     i32 tensors, rank, slots, pad;
 };
 
+// copy_hashed.cuh
+struct CopyHashedArgs {
+    u64 to;    // aligned to 16 bytes; 0: hash alone
+    u64 from;  // aligned to 16 bytes
+    u64 hash;  // u64, to which the hash is added
+    i64 bytes;
+};
+
 }  // namespace moecomm

@@ -7,14 +7,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from moecomm import _native
 from moecomm.base.arrays import as_tensor, check_tensor
 from moecomm.base.choices import Quantize
-from moecomm.base.protocol import DTYPES
+from moecomm.base.protocol import DTYPES, TYPES
 from moecomm.base.validation import check_dense
 from moecomm.dispatch.reference import E4M3_MAX, GROUP
 from moecomm.errors import BadInput, Unsupported
 from moecomm.fused import kernels
 from moecomm.fused.weight_format import WeightFormat, check_begin, check_shapes, not_hopper
+from moecomm.gpu.quantize_rows import cast_blocks
 from moecomm.rounds.rounds import Rounds
 
 
@@ -107,18 +109,27 @@ def quantize_weights(w: torch.Tensor) -> Fp8:
     scales = w.new_empty((*w.shape[:-2], down, across), dtype=torch.float32)
     if w.numel() == 0:
         return Fp8(data, scales.fill_(1e-4 / E4M3_MAX))
-    wide = w.new_zeros((down * GROUP, across * GROUP), dtype=torch.float32)
-    # Cast one matrix at a time: all of them in float32 may not fit.
     for matrix, to, scale in zip(
         *(tensor.view(-1, *tensor.shape[-2:]) for tensor in (w.detach().contiguous(), data, scales)), strict=True
     ):
-        wide[:rows, :columns] = matrix
-        blocks = wide.view(down, GROUP, across, GROUP)
-        amax = blocks.abs().amax(dim=(1, 3)).clamp(min=1e-4)
-        blocks *= (amax.reciprocal() * E4M3_MAX)[:, None, :, None]
-        to.copy_(wide[:rows, :columns])
-        scale.copy_(amax / torch.full_like(amax, E4M3_MAX))  # for a scalar, torch multiplies by 1 / 448 on GPUs
+        if w.device.type == "cpu":
+            addresses = to.data_ptr(), scale.data_ptr(), matrix.data_ptr()
+            _native.cast_blocks(*addresses, TYPES[w.dtype], rows, columns)
+        elif not cast_blocks(matrix, to, scale):
+            _quantize_blocks(matrix, to, scale)
     return Fp8(data, scales)
+
+
+def _quantize_blocks(matrix: torch.Tensor, to: torch.Tensor, scale: torch.Tensor) -> None:
+    """Cast a matrix in plain torch: the specification.  The last blocks may be smaller."""
+    (rows, columns), (down, across) = matrix.shape, scale.shape
+    if (rows, columns) != (down * GROUP, across * GROUP):
+        matrix = torch.nn.functional.pad(matrix, (0, across * GROUP - columns, 0, down * GROUP - rows))
+    blocks = matrix.view(down, GROUP, across, GROUP)
+    amax = blocks.abs().amax(dim=(1, 3)).float().clamp(min=1e-4)
+    values = blocks * (amax.reciprocal() * E4M3_MAX)[:, None, :, None]  # in float32
+    to.copy_(values.view(down * GROUP, across * GROUP)[:rows, :columns])
+    scale.copy_(amax / torch.full_like(amax, E4M3_MAX))  # for a scalar, torch multiplies by 1 / 448 on GPUs
 
 
 def widen(data: torch.Tensor, scales: torch.Tensor, rows: int) -> torch.Tensor:

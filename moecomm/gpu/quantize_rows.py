@@ -53,3 +53,23 @@ def cast(
     aligned = hidden % _PIECE == 0 and (fields["x"] | fields["values"]) % 16 == 0
     row_pass.run(kernel(name, x.dtype, aligned), x.device, threads, **fields)
     return rows, scales
+
+
+def blocks_kernel(dtype: torch.dtype) -> plain_kernel.PlainKernel:
+    """Return the kernel that casts blocks of 128 x 128 of a matrix of this dtype."""
+    return row_pass.kernel("quantize_blocks", row_pass.TYPES[dtype])
+
+
+def cast_blocks(matrix: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> bool:
+    """Cast a matrix on a GPU to e4m3 with a scale for each block of 128 x 128, as fused.quantize_weights() does.
+
+    Return False, and cast nothing, if the matrix has no kernel: it is not on a GPU, or not aligned.  All tensors are
+    contiguous.
+    """
+    count, hidden = matrix.shape
+    fields = {"x": matrix.data_ptr(), "values": values.data_ptr(), "scales": scales.data_ptr()}
+    if not matrix.is_cuda or hidden % _PIECE or (fields["x"] | fields["values"]) % 16:
+        return False
+    threads = scales.numel() * PASS_THREADS
+    row_pass.run(blocks_kernel(matrix.dtype), matrix.device, threads, **fields, count=count, hidden=hidden)
+    return True

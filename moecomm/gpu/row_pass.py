@@ -24,6 +24,7 @@ KERNELS = {
     "combine_gradients": ("gradients", "GradientArgs"),
     "swiglu_gradients": ("gradients", "SwigluArgs"),
     "quantize_rows": ("quantize_rows", "QuantizeArgs"),
+    "quantize_blocks": ("quantize_rows", "QuantizeArgs"),
 }
 ROW = 32  # threads for a row in kernels that give each row a warp
 IDS = {torch.int64: "i64", torch.int32: "i32"}  # as kernels name the types of ids
@@ -52,4 +53,9 @@ def run(kernel: plain_kernel.PlainKernel, device: torch.device, threads: int, **
     `fields`: those of its struct that are not 0.
     """
     args = struct(kernel.args)(**fields)
-    plain_kernel.launch_on(device, kernel, max(1, min(_MOST_BLOCKS, -(-threads // PASS_THREADS))), args)
+    plain_kernel.launch_on(device, kernel, blocks_of(threads), args)
+
+
+def blocks_of(threads: int) -> int:
+    """Return the blocks of a launch, for one thread a piece of work."""
+    return max(1, min(_MOST_BLOCKS, -(-threads // PASS_THREADS)))

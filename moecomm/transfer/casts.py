@@ -7,14 +7,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from moecomm import _native
 from moecomm.base import formats
 from moecomm.base.arrays import check_memory, has_memory
-from moecomm.base.protocol import DTYPES
+from moecomm.base.protocol import DTYPES, TYPES
 from moecomm.base.validation import check_dtype, check_name, check_same_device, check_shape
 from moecomm.dispatch.reference import GROUP
 from moecomm.errors import BadInput
-from moecomm.fused.channels import quantize_channels
 from moecomm.fused.fp8 import quantize_weights
+from moecomm.gpu.quantize_rows import cast
 from moecomm.weights.exchange import shown
 
 CASTS = ("fp8", "fp8_token", "int8_token", "int8_group", "mxfp8", "nvfp4", "mxfp4")
@@ -52,18 +53,31 @@ class Kind(NamedTuple):
             return (weights.to(self.parts[0][1]),)
         if name == "fp8":
             return tuple(quantize_weights(weights))
-        if name in ("fp8_token", "int8_token"):
-            return tuple(quantize_channels(weights, self.parts[0][1]))
         rows = weights.reshape(-1, weights.shape[-1])
-        factor: tuple[torch.Tensor, ...] = ()
-        how: dict[str, Any] = {}
-        if name == "nvfp4":
-            amax = rows.abs().amax().float().clamp(_LEAST_AMAX, torch.finfo(torch.float32).max)
-            how["global_scale"] = (torch.full_like(amax, _NVFP4_RANGE) / amax).reshape(1)
-            factor = (how["global_scale"].reciprocal(),)
-        values, scales = formats.quantize(rows, name, **how)
-        assert scales is not None
-        return values, scales, *factor
+        if name != "nvfp4":
+            return _quantized(rows, name)
+        low, high = torch.aminmax(rows)  # one pass; abs().amax() takes three
+        amax = torch.maximum(-low, high).float().clamp(_LEAST_AMAX, torch.finfo(torch.float32).max)
+        scale = (torch.full_like(amax, _NVFP4_RANGE) / amax).reshape(1)
+        return *_quantized(rows, name, global_scale=scale), scale.reciprocal()
+
+
+def _quantized(
+    rows: torch.Tensor, name: str, *, global_scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cast rows, as formats.quantize() does."""
+    if rows.device.type != "cpu":
+        found, of_found = cast(rows, name, global_scale=global_scale)
+        assert of_found is not None
+        return found, of_found
+    rows, fmt = rows.contiguous(), formats.FORMATS[name]
+    (count, columns), (values, scales) = rows.shape, (fmt.value_columns, fmt.scale_columns)
+    to = torch.empty(count, values(columns), dtype=fmt.values)
+    of_to = torch.empty(count, scales(columns), dtype=fmt.scales)
+    given = 1.0 if global_scale is None else float(global_scale)
+    addresses = to.data_ptr(), of_to.data_ptr(), rows.data_ptr()
+    _native.cast_rows(name, *addresses, TYPES[rows.dtype], count, columns, given)
+    return to, of_to
 
 
 def kinds_of(shapes: Any, dtype: Any, cast: Any) -> dict[str, Kind]:

@@ -7,18 +7,24 @@ stage(), shows which tensor is not what the sender meant.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 
-from moecomm.dispatch.row_hash import hash_rows
+from moecomm import _native
+from moecomm.base.protocol import PASS_THREADS
+from moecomm.gpu import plain_kernel, row_pass
+from moecomm.gpu.structs import struct
 from moecomm.transfer.casts import Kind
 
 _ALIGNMENT = 16  # bytes; of each tensor
 _RECORD = 256  # bytes; records are a multiple of it
 _WORD = 8  # bytes of a hash
+_OF_A_THREAD = 64  # bytes that a thread of a GPU copies at once
+COPY_HASHED = plain_kernel.PlainKernel("window/copy_hashed", "copy_hashed", "CopyHashedArgs", PASS_THREADS)
 
 
 class _Piece(NamedTuple):
@@ -45,23 +51,38 @@ class Records:
                 self._pieces.append(_Piece(name, shape, dtype, at, end))
                 at = -(-end // _ALIGNMENT) * _ALIGNMENT
         self._trailer = at
-        self.nbytes = -(-(at + _WORD * (len(self._pieces) + 1)) // _RECORD) * _RECORD
+        self.nbytes = -(-(at + _WORD * self.words) // _RECORD) * _RECORD
 
     def write(self, record: torch.Tensor, tensors: list[torch.Tensor], number: int) -> None:
         """Write the parts of all tensors of an expert, then their hashes and the number of the stage()."""
-        hashes = []
-        for piece, tensor in zip(self._pieces, tensors, strict=True):
+        words = torch.zeros(self.words, dtype=torch.int64, device=record.device)  # the record may be a peer's
+        for at, (piece, tensor) in enumerate(zip(self._pieces, tensors, strict=True)):
             given = tensor.contiguous().view(-1).view(torch.uint8)
-            hashes.append(_hash(given))
-            record[piece.begin : piece.end].copy_(given)
-        stamp = torch.full((1,), number, dtype=torch.int64, device=record.device)
-        self._words(record).copy_(torch.cat([*hashes, stamp]))
+            copy_hashed(record[piece.begin : piece.end], given, words[at : at + 1], arrived=False)
+        words[-1:].fill_(number)
+        self._words(record).copy_(words)
 
-    def hashes(self, record: torch.Tensor) -> torch.Tensor:
-        """Return the hashes of a record's tensors, and those stored in it: two rows, each ending with the number."""
-        found = [_hash(record[piece.begin : piece.end]) for piece in self._pieces]
+    def read(self, record: torch.Tensor, source: torch.Tensor, found: torch.Tensor) -> None:
+        """Copy a record, and hash what has arrived.
+
+        Args:
+            record: where it goes.
+            source: where it is; the same memory: it is there.
+            found: int64 zeros, two rows: hashes of the tensors, and what the record says; each ends with the number.
+        """
+        for at, piece in enumerate(self._pieces):
+            part = slice(piece.begin, piece.end)
+            copy_hashed(record[part], source[part], found[0, at : at + 1], arrived=True)
         words = self._words(record)
-        return torch.stack([torch.cat([*found, words[-1:]]), words])
+        if source.data_ptr() != record.data_ptr():
+            words.copy_(self._words(source))
+        found[1].copy_(words)
+        found[0, -1:].copy_(words[-1:])
+
+    @property
+    def words(self) -> int:
+        """Return the number of hashes of a record, with the number of the stage()."""
+        return len(self._pieces) + 1
 
     def differs(self, hashes: list[list[int]], number: int) -> str | None:
         """Return the name of the first tensor that is not what its sender hashed for this stage(); None: all are."""
@@ -76,11 +97,22 @@ class Records:
         return [record[piece.begin : piece.end].view(piece.dtype).view(piece.shape) for piece in self._pieces]
 
     def _words(self, record: torch.Tensor) -> torch.Tensor:
-        return record[self._trailer : self._trailer + _WORD * (len(self._pieces) + 1)].view(torch.int64)
+        return record[self._trailer : self._trailer + _WORD * self.words].view(torch.int64)
 
 
-def _hash(data: torch.Tensor) -> torch.Tensor:
-    """Hash bytes to int64 `[1]`."""
-    if not len(data):
-        return torch.zeros(1, dtype=torch.int64, device=data.device)
-    return hash_rows(data[None], None)
+def copy_hashed(to: torch.Tensor, source: torch.Tensor, found: torch.Tensor, *, arrived: bool) -> None:
+    """Copy bytes, unless both are the same, and add their hash to `found`, int64 `[1]` with 0.
+
+    `arrived`: CPUs hash what has been written, else what is to be.
+    """
+    if not len(to):
+        return
+    here, there = source.data_ptr(), to.data_ptr()
+    if not to.is_cuda:
+        found.fill_(ctypes.c_int64(_native.copy_hashed(there, here, len(to), arrived)).value)
+        return
+    if here % _ALIGNMENT:
+        to.copy_(source)
+        here = there
+    args = struct(COPY_HASHED.args)(0 if here == there else there, here, found.data_ptr(), len(to))
+    plain_kernel.launch_on(to.device, COPY_HASHED, row_pass.blocks_of(len(to) // _OF_A_THREAD), args)

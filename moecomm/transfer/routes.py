@@ -1,4 +1,4 @@
-"""Routes of a transfer: which rank casts which experts, which ranks read them, and where they lie in a Window.
+"""Routes of a transfer: which rank casts which experts, which ranks receive them, and where they lie in a Window.
 
 All ranks compute the same routes from both placements, so no rank asks another for an address.
 """
@@ -17,39 +17,46 @@ class Route:
     """Route of one rank in a transfer.  The keys of all attributes are experts.
 
     Attributes:
-        places: number of the record in the memory of this rank: experts that it serves, then those that it only sends.
-        casts: row in this rank's tensors of each expert that it casts.
-        reads: rank that casts each expert that this rank serves: this rank, if it has the expert.
         slots: slots of this rank that the expert goes to.
+        places: number of the record in the memory of this rank, of each expert that it serves.
+        reads: rank that casts each expert that this rank serves: this rank, if it has the expert.
+        casts: row in this rank's tensors of each expert that it casts, in the order in which it does: those that others
+            serve come first.
+        homes: rank to whose memory this one writes each expert that it casts: itself, if it serves the expert, else one
+            of the readers.
+        readers: the other ranks that serve an expert which this rank casts; they copy it from its home.
     """
 
-    places: dict[int, int] = field(default_factory=dict)
-    casts: dict[int, int] = field(default_factory=dict)
-    reads: dict[int, int] = field(default_factory=dict)
     slots: dict[int, list[int]] = field(default_factory=dict)
+    places: dict[int, int] = field(default_factory=dict)
+    reads: dict[int, int] = field(default_factory=dict)
+    casts: dict[int, int] = field(default_factory=dict)
+    homes: dict[int, int] = field(default_factory=dict)
+    readers: dict[int, list[int]] = field(default_factory=dict)
 
 
 def routes_of(source: Placement, target: Placement) -> list[Route]:
     """Return the route of each rank.
 
-    A rank that has an expert and serves it casts its own.  All others read an expert from one rank, which casts it for
-    all of them: a rank that casts it for itself anyway, else the one with the fewest experts to send so far.
+    A rank that has an expert and serves it casts its own.  All others get an expert from one rank, which casts it for
+    all of them: a rank that casts it for itself anyway, else the one with the fewest experts to send so far.  Where
+    that rank does not serve the expert, it writes to the reader that has been written to least so far.
 
     Raises:
         BadInput: `target` wants an expert that `source` has on no rank.
     """
     held = [_first_rows(row) for row in source.held]
-    found = [Route(slots=_slots(row)) for row in target.held]
+    found = [Route(_slots(row)) for row in target.held]
     readers: dict[int, list[int]] = {}
     for rank, route in enumerate(found):
         route.places = {expert: place for place, expert in enumerate(route.slots)}
         for expert in route.slots:
             if expert in held[rank]:
                 route.casts[expert] = held[rank][expert]
-                route.reads[expert] = rank
+                route.reads[expert] = route.homes[expert] = rank
             else:
                 readers.setdefault(expert, []).append(rank)
-    sends = Counter[int]()
+    sends, homes = Counter[int](), Counter[int]()
     for expert, ranks in sorted(readers.items()):
         holders = [rank for rank, rows in enumerate(held) if expert in rows]
         if not holders:
@@ -58,9 +65,24 @@ def routes_of(source: Placement, target: Placement) -> list[Route]:
         sends[sender] += 1
         route = found[sender]
         route.casts[expert] = held[sender][expert]
-        route.places.setdefault(expert, len(route.places))
+        route.readers[expert] = ranks
+        if expert not in route.homes:
+            route.homes[expert] = min(ranks, key=lambda rank: (homes[rank], rank))
+            homes[route.homes[expert]] += 1
         for rank in ranks:
             found[rank].reads[expert] = sender
+    for route in found:
+        route.casts = {expert: route.casts[expert] for expert in sorted(route.casts, key=_turns(route).__getitem__)}
+    return found
+
+
+def _turns(route: Route) -> dict[int, tuple[int, int]]:
+    """Return when a rank casts an expert: those of its readers in turn, so that none waits for all of another's."""
+    begun, found = Counter[int](), {}
+    for expert in route.casts:
+        first = min(route.readers.get(expert, [-1]))
+        found[expert] = (begun[first] if first >= 0 else len(route.casts)), expert
+        begun[first] += 1
     return found
 
 

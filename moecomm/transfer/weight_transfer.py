@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -31,11 +33,12 @@ from moecomm.errors import (
     Mismatch,
     PeerLost,
     RoundFailed,
+    Timeout,
 )
 from moecomm.membership.meeting import Survivors
 from moecomm.ranks.board import StoreBoard
 from moecomm.ranks.group import Group
-from moecomm.ranks.opening import opening
+from moecomm.ranks.opening import Opening, opening
 from moecomm.ranks.rendezvous import rendezvous
 from moecomm.transfer.casts import Cast, checked, described, kinds_of
 from moecomm.transfer.records import Records
@@ -46,6 +49,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _WORD = 8  # bytes of a number that ranks compare
+_COUNT_BITS = 32  # of a count of records, below the number of the stage()
+_SHORTEST_NAP_S, _LONGEST_NAP_S, _LOOK_S = 2e-5, 1e-3, 0.05  # between two looks for records, for failures
 Into = Mapping[str, "torch.Tensor | tuple[torch.Tensor, ...]"]
 
 
@@ -122,8 +127,10 @@ class WeightTransfer(Bound):
         self.arrives = {name: kind.parts for name, kind in self._kinds.items()}
         self._rows = _rows(source.held[ranks.rank]), _rows(target.held[ranks.rank])
         self._records = Records(self._kinds)
-        # Behind the records of a rank, each other rank has a byte, which it sets when it closes.
-        self._flags = self._records.nbytes * max(len(route.places) for route in self._routes)
+        # Behind the records of a rank, each rank has a word, the number of experts that it has cast in a stage(), and a
+        # byte, which it sets when it closes.
+        self._progress = self._records.nbytes * max(len(route.places) for route in self._routes)
+        self._flags = self._progress + _WORD * ranks.ranks
         about: dict[str, Any] = {"backend": backend, "device": device, "timeout_s": timeout_s, "signals": 1}
         try:
             self._window = Window(ranks, self._flags + ranks.ranks, **about)
@@ -133,6 +140,10 @@ class WeightTransfer(Bound):
             want = f"experts whose tensors fit twice: {error.want}"
             raise BadInput("shapes", f"{error.got} bytes on each rank", want, error.rank) from None
         self._memory: dict[int, torch.Tensor] = {}
+        device = self._window.device  # to look what others have written, and to read it
+        self._streams: list[torch.cuda.Stream] | None = None
+        if device.type == "cuda":
+            self._streams = [torch.cuda.Stream(device) for _ in range(2)]  # type: ignore[no-untyped-call]
         receivers = [rank for rank, route in enumerate(self._routes) if route.slots]
         name = f"transfer/{agreement.number}"
         self._all = self._part(ranks, range(ranks.ranks), f"{name}/stage/")
@@ -167,14 +178,13 @@ class WeightTransfer(Bound):
             self._staged = 0  # also if the call fails: other ranks may have begun to write
             given = self._given("tensors", tensors, self._rows[0], arriving=False)
             self._compare_commits(ranks.all_gather(_packed(self._commits if self._route.slots else -1)))
-            for expert, row in self._route.casts.items():
-                parts = (kind.apply(given[name][0][row]) for name, kind in self._kinds.items())
-                self._records.write(self._record(self.rank, expert), list(chain.from_iterable(parts)), ranks.number + 1)
-            self._synchronize()
-            ranks.all_gather(b"")  # all have written
-            self._read(ranks.number + 1)
-            ranks.settle()
             number = ranks.number + 1
+            try:
+                self._write(given, number)
+                self._read(ranks, number)
+            finally:
+                self._synchronize()  # `tensors` may change; no other rank begins a later stage() beside these copies
+            ranks.settle()
         self._staged = number if self._receivers is not None else 0
 
     def commit(self, into: Into | None = None, *, also: Mapping[WeightTransfer, Into | None] | None = None) -> None:
@@ -336,19 +346,97 @@ class WeightTransfer(Bound):
         begin = self._routes[rank].places[expert] * self._records.nbytes
         return self._bytes_of(rank)[begin : begin + self._records.nbytes]
 
-    def _read(self, number: int) -> None:
-        """Copy the experts that this rank receives, and compare their hashes.  Raises CorruptWeights."""
-        reads = list(self._route.reads.items())
-        hashes = []
-        for expert, rank in reads:
-            record = self._record(self.rank, expert)
-            if rank != self.rank:
-                record.copy_(self._record(rank, expert))
-            hashes.append(self._records.hashes(record))
-        found = torch.stack(hashes).tolist() if hashes else []
-        for (expert, rank), pair in zip(reads, found, strict=True):
+    def _write(self, given: Mapping[str, list[torch.Tensor]], number: int) -> None:
+        """Cast the experts of this rank to where they are wanted, and tell their readers."""
+        route = self._route
+        for written, (expert, row) in enumerate(route.casts.items(), 1):
+            parts = (kind.apply(given[name][0][row]) for name, kind in self._kinds.items())
+            record = self._record(route.homes[expert], expert)
+            self._records.write(record, list(chain.from_iterable(parts)), number)
+            for rank in route.readers.get(expert, ()):
+                self._word(rank, self.rank).fill_(number << _COUNT_BITS | written)
+
+    def _read(self, ranks: Opening, number: int) -> None:
+        """Copy the experts that this rank receives, unless they were written here, and compare their hashes.
+
+        Raises CorruptWeights, or as ranks.all_gather().
+        """
+        reads = self._route.reads
+        at = {expert: nth for nth, expert in enumerate(reads)}
+        with self._beside():
+            found = torch.zeros(len(reads), 2, self._records.words, dtype=torch.int64, device=self._window.device)
+            for expert, rank in self._as_written(ranks, number):
+                home = self._routes[rank].homes[expert]
+                self._records.read(self._record(self.rank, expert), self._record(home, expert), found[at[expert]])
+        with self._beside(behind=True):
+            for expert, rank in reads.items():
+                if rank == self.rank:
+                    record = self._record(self.rank, expert)
+                    self._records.read(record, record, found[at[expert]])
+            said = found.tolist()
+        for (expert, rank), pair in zip(reads.items(), said, strict=True):
             if (name := self._records.differs(pair, number)) is not None:
                 raise CorruptWeights(expert=expert, name=name, source=rank, destination=self.rank)
+
+    def _as_written(self, ranks: Opening, number: int) -> Iterator[tuple[int, int]]:
+        """Yield the experts that other ranks cast for this one, and these ranks, in the order in which they are there.
+
+        Raises as ranks.all_gather().
+        """
+        reads = self._route.reads
+        left = {
+            rank: deque(
+                (nth, expert) for nth, expert in enumerate(self._routes[rank].casts, 1) if reads.get(expert) == rank
+            )
+            for rank in sorted(set(reads.values()) - {self.rank})
+        }
+        begun = looked = time.monotonic()
+        nap = _SHORTEST_NAP_S
+        while left:
+            waits = True
+            words = self._words()
+            for rank, queue in list(left.items()):
+                stage, written = divmod(words[rank], 1 << _COUNT_BITS)
+                while stage == number and queue and queue[0][0] <= written:
+                    yield queue.popleft()[1], rank
+                    waits = False
+                if not queue:
+                    del left[rank]
+            now = time.monotonic()
+            if not waits:
+                begun, nap = now, _SHORTEST_NAP_S
+                continue
+            if now - looked > _LOOK_S:
+                ranks.check()
+                looked = now
+            if now - begun > self._timeout_s:
+                rank = next(iter(left))
+                text = f"rank {self.rank} waited {self._timeout_s:g} s for rank {rank}, which has not cast its weights"
+                raise ranks.failed(Timeout, rank, text)
+            time.sleep(nap)
+            nap = min(2 * nap, _LONGEST_NAP_S)
+
+    def _word(self, rank: int, of: int) -> torch.Tensor:
+        """Return the word in the memory of `rank` that `of` writes."""
+        begin = self._progress + _WORD * of
+        return self._bytes_of(rank)[begin : begin + _WORD].view(torch.int64)
+
+    def _words(self) -> list[int]:
+        """Return what each rank has told this one: the number of a stage(), and how many experts it has cast in it."""
+        words = self._bytes_of(self.rank)[self._progress : self._flags].view(torch.int64)
+        with torch.cuda.stream(self._streams[0]) if self._streams is not None else nullcontext():
+            return [int(word) for word in words.tolist()]
+
+    @contextmanager
+    def _beside(self, *, behind: bool = False) -> Iterator[None]:
+        """GPUs: enqueue on a stream beside the current one; `behind`: after what that has so far."""
+        if self._streams is None:
+            yield
+            return
+        if behind:
+            self._streams[1].wait_stream(torch.cuda.current_stream(self._window.device))
+        with torch.cuda.stream(self._streams[1]):
+            yield
 
     def _switch(self, slots: Mapping[str, list[torch.Tensor]]) -> None:
         """Write the staged weights to the slots of this rank.  After an interrupt it can start again."""
@@ -366,7 +454,8 @@ class WeightTransfer(Bound):
         self._staged = 0
 
     def _synchronize(self) -> None:
-        if self._window.device.type == "cuda":
+        if self._streams is not None:
+            self._streams[1].synchronize()
             torch.cuda.current_stream(self._window.device).synchronize()
 
     def _end(self) -> None:

@@ -11,6 +11,7 @@ from moecomm.backends.lsa_kernels import choice_of
 from moecomm.base.protocol import BALANCED, DTYPES, REPLICATED
 from moecomm.gpu import plain_kernel, quantize_rows
 from moecomm.gpu.row_pass import TYPES, kernel
+from moecomm.transfer.records import COPY_HASHED
 from moecomm.weights.copies import COPY
 from moecomm.window.pace import PAUSE
 
@@ -51,16 +52,19 @@ KERNELS = (
         for dtype in DTYPES
         for aligned in (True, False)
     }
+    | {f"blocks of {dtype}": quantize_rows.blocks_kernel(dtype) for dtype in DTYPES}
+    | {"copy with a hash": COPY_HASHED}
 )
 ALWAYS = (
     "table of a placement",
     "pause",
     "copies of experts",
+    "copy with a hash",
     "choice of copies, 3 ranks",
     "choice of copies, 8 ranks",
     "choice of copies, 64 ranks",
 )
-CASTS = [f"{name} of {torch.bfloat16}, aligned" for name in ("fp8_token", "nvfp4")]
+CASTS = [f"{name} of {torch.bfloat16}, aligned" for name in ("fp8_token", "nvfp4")] + [f"blocks of {torch.bfloat16}"]
 
 
 @pytest.mark.compiled(KERNELS)

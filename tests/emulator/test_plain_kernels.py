@@ -13,6 +13,7 @@ from moecomm.base import formats
 from moecomm.base.protocol import DTYPES
 from moecomm.gpu import budgets, expert_table, padding, plain_kernel, quantize_rows, routing_map, used_rows
 from moecomm.ops import combine_gradients, swiglu, tidy
+from moecomm.transfer.records import copy_hashed
 from moecomm.window.pace import Pace
 from tests.gpu import test_plain_kernels as cases
 
@@ -179,3 +180,23 @@ def test_casts_of_many_bf16(name: str) -> None:
         scale = cases.scales_of(name, "cpu")[0]
         wanted = formats.quantize(x, name, global_scale=scale)
         cases.check_cast(quantize_rows.cast(on_gpu(x), name, global_scale=scale), wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_casts_of_blocks(dtype: torch.dtype) -> None:
+    for w in cases.matrices(dtype, most=140):
+        (rows, columns), (down, across) = w.shape, (-(-w.shape[0] // 128), -(-w.shape[1] // 128))
+        data, scales = torch.empty(rows, columns, dtype=torch.float8_e4m3fn), torch.empty(down, across)
+        assert quantize_rows.cast_blocks(on_gpu(w), data, scales)
+        cases.check_blocks(w, data, scales)
+    assert not quantize_rows.cast_blocks(on_gpu(torch.zeros(3, 17)), data, scales)
+
+
+@pytest.mark.parametrize("nbytes", [1, 3, 16, 37, 4096, 40_003])
+def test_copies_with_a_hash(nbytes: int) -> None:
+    for source, wanted in cases.copies(nbytes):
+        to, found = torch.zeros(nbytes + 16, dtype=torch.uint8), torch.zeros(2, 1, dtype=torch.int64)
+        copy_hashed(on_gpu(to[:nbytes]), source, found[0], arrived=False)
+        copy_hashed(on_gpu(to[:nbytes]), to[:nbytes], found[1], arrived=True)
+        assert torch.equal(to[:nbytes], source) and not to[nbytes:].any()
+        assert found.tolist() == [[wanted]] * 2

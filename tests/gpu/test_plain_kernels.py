@@ -10,10 +10,13 @@ import torch
 
 from moecomm.base import formats
 from moecomm.base.protocol import DTYPES
+from moecomm.dispatch import row_hash
+from moecomm.fused import quantize_weights
 from moecomm.gpu import budgets, expert_table, padding, quantize_rows, routing_map, used_rows
 from moecomm.ops import swiglu
 from moecomm.ops.combine_gradients import combine_gradients
 from moecomm.ops.tidy import About, tidied
+from moecomm.transfer.records import copy_hashed
 
 # 16 bytes at a time, 4 and 1
 COLUMNS = [(torch.bfloat16, 64), (torch.float32, 3), (torch.float8_e4m3fn, 56), (torch.float8_e4m3fn, 5)]
@@ -175,6 +178,33 @@ def check_cast(got: tuple[Any, Any], wanted: tuple[Any, Any]) -> None:
             assert mine.dtype == other.dtype and torch.equal(mine.cpu().view(bits), other.cpu().view(bits))
 
 
+def matrices(dtype: torch.dtype, most: int) -> Iterator[torch.Tensor]:
+    """Matrices whose columns are a multiple of 16: whole blocks of 128 x 128, parts of blocks, and any bits at all."""
+    g = torch.Generator().manual_seed(9)
+    for rows, columns in ((1, 16), (128, 128), (130, 272), (300, 128), (5, 144), (most, 528)):
+        w = torch.randn(rows, columns, generator=g).to(dtype) * 3
+        w[0, 0] = 0
+        w[rows // 2 :, columns // 2 :] *= 1e-6
+        yield w
+    bits = torch.randint(0, 256, (130, 144 * dtype.itemsize), generator=g, dtype=torch.uint8).view(dtype)
+    yield bits.nan_to_num(1.0)
+
+
+def check_blocks(w: torch.Tensor, data: torch.Tensor, scales: torch.Tensor) -> None:
+    wanted = quantize_weights(w)
+    assert torch.equal(data.cpu().view(torch.uint8), wanted.data.view(torch.uint8))
+    assert torch.equal(scales.cpu(), wanted.scales)
+
+
+def copies(nbytes: int) -> Iterator[tuple[torch.Tensor, int]]:
+    """Bytes to copy, at a multiple of 16 and not, and their hash."""
+    g = torch.Generator().manual_seed(nbytes)
+    source = torch.randint(0, 256, (nbytes + 16,), generator=g, dtype=torch.uint8)
+    for begin in (0, 1):
+        given = source[begin : begin + nbytes]
+        yield given, int(row_hash._by_words([row_hash._words(given[None].clone())]))
+
+
 def check_about(got: About, wanted: About) -> None:
     for mine, other in zip(got, wanted, strict=True):
         assert (mine is None) == (other is None)
@@ -305,3 +335,32 @@ def test_casts_in_a_graph(name: str) -> None:
     graph.replay()
     there = scale.cpu() if isinstance(scale, torch.Tensor) else scale
     check_cast(made, formats.quantize(x.cpu(), name, global_scale=there))
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_casts_of_blocks(dtype: torch.dtype) -> None:
+    for w in matrices(dtype, most=3000):
+        there = quantize_weights(w.cuda())
+        check_blocks(w, there.data, there.scales)
+        odd = w[:, :-1].contiguous()  # by torch
+        there = quantize_weights(odd.cuda())
+        check_blocks(odd, there.data, there.scales)
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize("nbytes", [1, 3, 16, 37, 4096, 40_003, 50_000_021])
+def test_copies_with_a_hash(nbytes: int) -> None:
+    for source, wanted in copies(nbytes):
+        there = torch.zeros(nbytes + 16, dtype=torch.uint8, device="cuda")
+        begins_alike = torch.empty(nbytes + 16, dtype=torch.uint8, device="cuda")[source.storage_offset() :][:nbytes]
+        begins_alike.copy_(source)
+        to, found = there[:nbytes], torch.zeros(3, 1, dtype=torch.int64, device="cuda")
+        copy_hashed(to, begins_alike, found[0], arrived=False)
+        copy_hashed(to, to, found[1], arrived=True)
+        to[nbytes // 2] ^= 1
+        copy_hashed(to, to, found[2], arrived=True)
+        changed = found.tolist()
+        assert changed[0] == changed[1] == [wanted] and changed[2] != [wanted]
+        to[nbytes // 2] ^= 1
+        assert torch.equal(to.cpu(), source) and not there[nbytes:].any()
