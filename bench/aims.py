@@ -34,6 +34,8 @@ _PARTS = {
     "torchtitan-training": ("host",),
     "transformers-generation": ROUNDS,
     "sglang": ROUNDS,
+    "transfer-cpu": ("transfer by CPUs",),
+    "transfer": ("transfer",),
     "balanced-rounds": (),
     "simulate": (),
     "simulate-check": (),

@@ -149,6 +149,13 @@ PIECES = (
     ),
     Piece("all-gather-study", 150, f"all-gather-study --ranks {GPUS}"),
     Piece("placed-layers", 400, f"placed_layers.py --ranks {GPUS}"),
+    Piece("transfer", 100, f"transfer --ranks {GPUS} --experts 32 --replays 9"),
+    Piece(
+        "same-bits",
+        200,
+        f"moe --model qwen3-30b-a3b --ranks {GPUS} --tokens 128,4096 --rows-wire --no-peers --replays 9 --singles 0 "
+        "--sustained 0",
+    ),
     Piece("moving-weights", 300, f"moving_weights.py --ranks {GPUS}"),
     Piece("kill-plans", 300, f"tests.gpu.kills 20 --ranks {GPUS}"),
     Piece("kill-plans-all-gpus", 400, f"tests.kill_plans 2000 --gpus --most-ranks {GPUS} --jobs 2 --minutes 4"),
@@ -179,6 +186,7 @@ MINIATURES = {
     "decode": f"{_INNER} --layout flat --payload bf16 --layers 2 --steps 2",
     "training": f"{_INNER} --layers 2 --replays 1",
     "moe": f"{_INNER} --replays 1 --singles 2",
+    "transfer": "--hidden 64 --intermediate 32 --experts 4 --ranks 2 --backend host --cast bf16,fp8 --replays 1",
     "latency": "--backend host --least-bytes 4 --most-bytes 8 --replays 1",
     "sweep": f"{_SMALL} --replays 1 --no-ceiling",
     "all-to-all": "--backend host --ranks 2 --part-bytes 8192",
