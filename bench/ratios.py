@@ -1,4 +1,8 @@
-"""Tables of ratios on pages for users: overlapped operators over NCCL and torch, and shares of a NIC's line rate."""
+"""Tables of ratios on pages for users.
+
+Overlapped operators over NCCL and torch, shares of a NIC's line rate, and transfers of weights over the time of their
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tables import AGED, DOMAINS, OVERLAP, ROOT, THROUGH, gpu, line, load, names, source, table
+from tables import AGED, DOMAINS, OVERLAP, ROOT, THROUGH, gpu, line, load, names, source, table, where
 
 OPERATORS_PAGE, NETWORKS_PAGE = ROOT / "docs" / "overlap.md", ROOT / "docs" / "backends.md"
+TRANSFERS_PAGE = ROOT / "docs" / "weight_transfer.md"
 RESULTS = "../bench/results"  # from the pages
 _FEW_ROWS = ", batch "  # in the names of cases of at most 16 rows
 
@@ -74,4 +79,23 @@ _ROUNDS: tuple[dict[str, Any], ...] = (
     {"what": "combine", "layout": "expert", "variant": "bf16 wire"},
 )
 
-FIGURES: dict[Path, Callable[[], str]] = {OPERATORS_PAGE: speeds, NETWORKS_PAGE: shares}
+
+def transfers() -> str:
+    """Return times of transfers over that of their bytes alone, and torch's over those, by cast and set of ranks."""
+    rows, some = [], [name for name in names() if name.startswith("transfer-")]
+    for name in some:
+        found = load(name)
+        parts = ("transfer",) if found["machine"]["gpus"] else ("transfer by CPUs",)
+        for cast in dict.fromkeys(row["cast"] for row in found["rows"]):
+            of = {row["sets"]: row for row in found["rows"] if row["cast"] == cast}
+            cells = [f"{of[sets][what]:.2f}" for sets in ("apart", "overlap") for what in ("of_bytes", "of_torch")]
+            rows.append(line(found, parts, where(found), "none" if cast == "bf16" else f'`"{cast}"`', *cells))
+    heads = "on | cast | apart: over bytes alone | torch over it | overlapping: over bytes alone | torch over it"
+    return f"{table(heads, rows)}\n\n{'; '.join(source(name, RESULTS) for name in some)}. {AGED}"
+
+
+FIGURES: dict[Path, Callable[[], str]] = {
+    OPERATORS_PAGE: speeds,
+    NETWORKS_PAGE: shares,
+    TRANSFERS_PAGE: transfers,
+}

@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "bench" / "results"
 STUDY = "docs/maintainers/all_gather_matmul_study.md"
-BLOCKS = ("README.md", STUDY, "docs/overlap.md", "docs/backends.md")  # pages with a generated part
+BLOCKS = ("README.md", STUDY, "docs/overlap.md", "docs/backends.md", "docs/weight_transfer.md")  # pages with a generated part
 MEASUREMENTS, CALLS, CHECKS, WIDE, DLRM = (
     "docs/measurements.md",
     *(f"docs/maintainers/{name}.md" for name in ("measured_calls", "measured_checks", "wide_ep", "dlrm")),
@@ -156,6 +156,8 @@ def cells() -> Iterator[tuple[str, str, str, list[float]]]:
     sent, gbs = row_of("nic-h100-2", **nic), float(result("nic-h100-2")["case"]["nic"].split(",")[0])
     shares = [sent["across_bytes"] / gbs / sent["us"]["p50"] / 1e3]
     yield "docs/backends.md", "1 H100 |", "dispatch, `flat`", shares
+    apart = row_of("transfer-cpu", sets="apart", cast="fp8")
+    yield "docs/weight_transfer.md", '2 CPU ranks | `"fp8"` |', "apart: over bytes alone", [apart["of_bytes"]]
     yield WIDE, "8 | 128, decode", "mean ranks per token", [result("wide-ep")["rows"][0]["ranks_wanted"]]
     forms = result("dlrm")["rows"][0]["forms"]
     yield DLRM, "2 |", "saving", [100 * (1 - forms["fused"]["us"] / forms["unfused"]["us"])]
