@@ -5,6 +5,7 @@ They are made of results of the kind `layers-peers`: `moecomm bench moe --fp8 --
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from tables import (
@@ -56,10 +57,10 @@ def front() -> list[str]:
     return paragraphs
 
 
-def every_form() -> str:
-    """Return the table of all forms, with errors."""
+def every_form(some: Sequence[str]) -> str:
+    """Return the table of all forms, with errors, of some results."""
     lines = []
-    for name in found():
+    for name in some:
         result = load(name)
         for tokens, ours, theirs in _sizes(result):
             first, plain = ours["fp8, default"], ours["default"]

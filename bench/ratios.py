@@ -80,9 +80,14 @@ _ROUNDS: tuple[dict[str, Any], ...] = (
 )
 
 
+def transfer_results() -> list[str]:
+    """Return the names of results of `moecomm bench transfer`, which no page but weight_transfer.md shows."""
+    return [name for name in names() if name.startswith("transfer-")]
+
+
 def transfers() -> str:
     """Return times of transfers over that of their bytes alone, and torch's over those, by cast and set of ranks."""
-    rows, some = [], [name for name in names() if name.startswith("transfer-")]
+    rows, some = [], transfer_results()
     for name in some:
         found = load(name)
         parts = ("transfer",) if found["machine"]["gpus"] else ("transfer by CPUs",)

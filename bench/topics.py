@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any
 
 import head_to_head
+import layers_beside
 import study
 from tables import (
     CALLS,
@@ -143,6 +144,29 @@ def weights() -> str:
         cells.append(f"{row['us'][row['chosen']]:.0f} us ({row['tbs'] / found['read_tbs']:.2f})")
     rows = [line(found, ("GEMM",), *labels, *cells) for labels, cells in lines.items()]
     return table("model | dtype | GEMM | 16 tokens | 32 tokens | 64 tokens | 128 tokens", rows)
+
+
+def four_bits() -> str:
+    """Return the tables of packed MXFP4 weights: grouped GEMMs, and layers of one rank."""
+    found, times = load("gemm-packed-mxfp4-h200"), dict[tuple[str, str, int], dict[str, float]]()
+    for row in found["rows"]:
+        if row["gemm"] == 2 or row["activation"]:
+            what = ", ".join(filter(None, (str(row["gemm"]), row["activation"])))
+            each = row["tokens"] * row["topk"] // row["experts"]
+            times.setdefault((row["model"], what, each), {})[row["dtype"]] = row["us"][row["chosen"]]
+    rows = []
+    for (model, what, each), of in times.items():
+        ratios = [f"{of['packed-mxfp4'] / of[other]:.2f}" for other in ("fp8", "bf16")]
+        rows.append(line(found, ("GEMM",), model, what, str(each), *map(time_of, of.values()), *ratios))
+    weights = "bf16 | FP8 | MXFP4 | packed MXFP4 | over FP8 | over bf16"
+    gemms = table(f"model | GEMM | rows an expert | {weights}", rows)
+    layers, rows = load("moe-packed-mxfp4-h200"), []
+    for tokens in layers["case"]["tokens"]:
+        of = {r["variant"]: r["us"]["p50"] for r in layers["rows"] if (r["tokens"], r["what"]) == (tokens, "layer")}
+        us = [of[kind + "default"] for kind in ("", "fp8, ", "mxfp4, ", "packed mxfp4, ")]
+        ratios = [f"{us[3] / other:.2f}" for other in (us[1], us[0])]
+        rows.append(line(layers, layer_parts(tokens), str(tokens), *map(time_of, us), *ratios))
+    return f"{gemms}\n\n{table(f'tokens | {weights}', rows)}"
 
 
 def fp8() -> str:
@@ -414,8 +438,9 @@ def expert_layers_of(some: list[str]) -> str:
     """Return the same of one machine, of all sizes."""
     layers = [name for name in some if name.startswith("moe-")]
     tables = [table(_LAYER_HEADS + WINDOW, (row for name in layers for row in layer_rows(name)))] * bool(layers)
-    work = of_kind(some, "at-work", "at-work-fp8")
-    return "\n\n".join([*tables, *[sustained(work)] * bool(work)])
+    work, beside_others = of_kind(some, "at-work", "at-work-fp8"), of_kind(some, layers_beside.KIND)
+    every_form = [layers_beside.every_form(beside_others)] * bool(beside_others)
+    return "\n\n".join([*tables, *every_form, *[sustained(work)] * bool(work)])
 
 
 def backends() -> str:
@@ -788,6 +813,14 @@ TOPICS = (
         weights,
     ),
     Topic(
+        "Packed MXFP4 weights",
+        "One H200.  Rows are in FP8 beside FP8 and packed MXFP4 weights (`moecomm.fused.pack_mxfp4`), else in bf16.  "
+        "Grouped GEMMs of one of 8 ranks.  Then layers of gpt-oss-120b on one rank, by default; those with MXFP4 run "
+        "unfused.",
+        "gemm-packed-mxfp4-h200 moe-packed-mxfp4-h200",
+        four_bits,
+    ),
+    Topic(
         "Formats",
         "On 2 H200s, in a graph, 128 and 8192 tokens a rank.  `fp8_token` and `int8_token` are cast by a pass ahead of "
         "the dispatch, the other formats by the kernel that sends.  Then combines of `y` outside the window, with sums "
@@ -867,8 +900,8 @@ TOPICS = (
         "the first two by our two grouped GEMMs alone, which are separate launches: a fused layer can take a little "
         "less.  The second divides "
         "torch's layer (all_to_all and grouped GEMMs, same run) by the faster of ours.  Windows have "
-        "room for any routing; a Buffer takes [less](memory.md) by default.  No fused layer of another library "
-        f"(DeepGEMM's Mega MoE, FlashInfer) was measured.  {torchs_forms(LAYER_SIZES)}  "
+        "room for any routing; a Buffer takes [less](memory.md) by default.  No result with a fused layer of "
+        f"another library (DeepGEMM's, FlashInfer's) is kept.  {torchs_forms(LAYER_SIZES)}  "
         "The second table: replays without a pause, at the limit of power.  `layers-h200-2` and `tune-layers-h200-2` "
         "have 2 ranks again, later; `one-launch-schedules-h200-4` is what the schedules of fused layers are fitted to; "
         "`moe-channels-h200-2` and `moe-mxfp4-h200-2` have layers with other weights.",
@@ -879,7 +912,9 @@ TOPICS = (
             "layers-h200-2 tune-layers-h200-2 one-launch-schedules-h200-4 moe-channels-h200-2 moe-mxfp4-h200-2"
         ),
         expert_layers,
-        " ".join((*{split(name)[0]: 0 for name in LAYER_SIZES}, "at-work", "at-work-fp8", "tune-layers")),
+        " ".join(
+            (*{split(name)[0]: 0 for name in LAYER_SIZES}, layers_beside.KIND, "at-work", "at-work-fp8", "tune-layers")
+        ),
         expert_layers_of,
     ),
     Topic(

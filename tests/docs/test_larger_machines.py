@@ -27,9 +27,11 @@ LIKE = {  # results that pieces without one resemble
     "four-domains": "domains-h200-4",
     "four-domains-nic": "nic-h200-4",
     "kill-plans-all-gpus": "kill-plans-gpus-h200-4",
+    "layers-peers": "moe-channels-h200-2",
 }
 # No table has them: pictures, long tables and the model of `moecomm simulate` do.
 WITHOUT_TABLE = {"sweep", "all-to-all", "eager", "tune-layers", "all-gather-study"}
+ON_OTHER_PAGES = {"transfer"}  # bench/ratios.py
 FIRST = {"who": "moecomm", "tokens": 128, "layout": "flat", "what": "dispatch", "payload": "fp8", "sms_asked": 0}
 WEIGHTS: list[dict[str, Any]] = [
     {"what": "copies", "held": 8, "gbs": 311.5},
@@ -72,6 +74,13 @@ def stand_in(kind: str) -> dict[str, Any]:
         renamed = {"fp8": "mxfp8-given", "bf16": "bf16", "": ""}
         found["rows"] = [row | {"payload": renamed[row["payload"]]} for row in found["rows"]]
         found["case"] |= {"payloads": ["bf16", "mxfp8-given"]}
+    if kind == "layers-peers":
+        layers = [row for row in found["rows"] if row["what"] == "layer"]
+        found["case"] |= {"tokens": sorted({row["tokens"] for row in layers})}
+        found["rows"] = [row | {"error": 0.03} for row in layers]
+        for who, variant in (("deep_gemm", "fp8, one launch"), ("torch", "sequential")):
+            alike = (row for row in layers if row["variant"] == variant)
+            found["rows"] += [row | {"who": who, "us": longer(row["us"]), "error": 0.04} for row in alike]
     if kind == "moving-weights":
         found["rows"] = WEIGHTS
     if kind == "placed-layers":
@@ -105,6 +114,7 @@ def loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
     """Generators read these results; which ones they have read since the set was emptied."""
     import checks
     import head_to_head
+    import layers_beside
     import pages
     import readme  # before the patches: what it imports would keep them
     import tables
@@ -119,7 +129,7 @@ def loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
         found.add(name)
         return load(name)
 
-    for module in (tables, times, topics, checks, pages, head_to_head, readme):
+    for module in (tables, times, topics, checks, pages, head_to_head, layers_beside, readme):
         monkeypatch.setattr(module, "load", loads)
     for module in (tables, topics):  # marks take long, and tests/test_readme.py has them
         monkeypatch.setattr(module, "older", lambda found, parts: False)
@@ -135,7 +145,8 @@ def test_each_result_of_eight_gpus_is_named_and_all_but_some_are_in_a_table(load
     import topics
 
     every = [*topics.TOPICS, *times.topics(), *checks.TOPICS]
-    assert {f"{kind}-{MACHINE}" for kind in KINDS} <= {name for topic in every for name in topic.names}
+    named = {name for topic in every for name in topic.names}
+    assert {kind for kind in KINDS if f"{kind}-{MACHINE}" not in named} == ON_OTHER_PAGES
     loaded.clear()
     for topic in every:
         for some in topic.larger:
@@ -143,7 +154,7 @@ def test_each_result_of_eight_gpus_is_named_and_all_but_some_are_in_a_table(load
             topic.tables_of(some)
     for topic in times.topics():
         topic.table()
-    assert {kind for kind in KINDS if f"{kind}-{MACHINE}" not in loaded} == WITHOUT_TABLE
+    assert {kind for kind in KINDS if f"{kind}-{MACHINE}" not in loaded} == WITHOUT_TABLE | ON_OTHER_PAGES
 
 
 def test_their_numbers_stand_in_tables_of_their_own(loaded: set[str]) -> None:
@@ -157,9 +168,9 @@ def test_their_numbers_stand_in_tables_of_their_own(loaded: set[str]) -> None:
     assert len(own) > 20
     assert {len(one["machine"]["gpus"]) for table in own for one in table.results} == {GPUS}
     front = test_tables.tables_of(readme.headlines())
-    assert [one["name"] for table in front for one in table.results] == [f"peers-{MACHINE}"]
+    assert [one["name"] for table in front for one in table.results] == [f"layers-peers-{MACHINE}", f"peers-{MACHINE}"]
     assert [time for table in (*own, *front) for time in test_tables.strange(table)] == []
-    _, _, first, *_ = readme.headlines().split("\n\n")[2].splitlines()
+    _, _, first, *_ = next(part for part in readme.headlines().split("\n\n") if "| DeepEP V1" in part).splitlines()
     (ours,) = (row["us"]["p50"] for row in stand_in("peers")["rows"] if FIRST.items() <= row.items())
     assert first.startswith(f"| 128 | dispatch in FP8 | {ours:.1f} us")
     pictures = {path.stem for path in readme.drawn() if path.stem.endswith(MACHINE)}

@@ -323,6 +323,35 @@ def test_grouped_gemms_of_few_tokens_read_as_fast_as_the_result_says() -> None:
     assert reason.split(". ")[-1] == f"DeepSeek-V3's GEMMs reach {min(of_deepseek):.2f} to {max(of_deepseek):.2f}."
 
 
+def test_packed_mxfp4_weights_are_as_fast_as_the_result_says() -> None:
+    """Over FP8 and over bf16, by rows an expert: words for users, and the table of decisions."""
+    us: dict[tuple[Any, ...], dict[str, float]] = {}
+    for row in content("gemm-packed-mxfp4-h200")["rows"]:
+        key = row["model"], row["gemm"], row["activation"], row["tokens"] * row["topk"] // row["experts"]
+        us.setdefault(key, {})[row["dtype"]] = row["us"][row["chosen"]]
+    over: dict[str, dict[int, list[float]]] = {"fp8": {}, "bf16": {}}
+    for (_, gemm, activation, each), of in us.items():
+        for other, ratios in over.items():
+            if gemm == 2 or activation:
+                ratios.setdefault(each, []).append(of["packed-mxfp4"] / of[other])
+    assert max(ratio for each in (4, 16, 32) for ratio in over["fp8"][each]) < 1 < min(over["fp8"][128])
+    few = [[ratio for each in (4, 16) for ratio in over[other][each]] for other in ("fp8", "bf16")]
+    measured, _ = aim("MXFP4 weights beside FP8 rows")
+    want = [
+        *(of(ratios) for ratios in few for of in (min, max)),
+        *(of(over["fp8"][n]) for n in (64, 128) for of in (min, max)),
+    ]
+    assert re.findall(r"\d\.\d\d", measured) == [f"{one:.2f}" for one in want]
+    layers = {
+        (row["tokens"], row["variant"]): row["us"]["p50"]
+        for row in content("moe-packed-mxfp4-h200")["rows"]
+        if row["what"] == "layer"
+    }
+    measured, _ = aim("Layers of gpt-oss-120b with MXFP4")
+    shares = [layers[tokens, "packed mxfp4, default"] / layers[tokens, "default"] for tokens in (16, 128)]
+    assert re.findall(r"\d\.\d\d", measured.partition("Packed")[2]) == [f"{share:.2f}" for share in shares]
+
+
 def test_losses_of_torchtitan_are_as_far_apart_as_the_page_says() -> None:
     apart = max(row["largest_difference"] for row in content("torchtitan-training-h200")["rows"])
     for page in ("torchtitan.md", "maintainers/decisions.md"):

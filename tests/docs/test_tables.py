@@ -17,7 +17,13 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "bench" / "results"
 STUDY = "docs/maintainers/all_gather_matmul_study.md"
-BLOCKS = ("README.md", STUDY, "docs/overlap.md", "docs/backends.md", "docs/weight_transfer.md")  # pages with a generated part
+BLOCKS = (
+    "README.md",
+    STUDY,
+    "docs/overlap.md",
+    "docs/backends.md",
+    "docs/weight_transfer.md",
+)  # pages with a generated part
 MEASUREMENTS, CALLS, CHECKS, WIDE, DLRM = (
     "docs/measurements.md",
     *(f"docs/maintainers/{name}.md" for name in ("measured_calls", "measured_checks", "wide_ep", "dlrm")),
@@ -159,6 +165,10 @@ def cells() -> Iterator[tuple[str, str, str, list[float]]]:
     apart = row_of("transfer-cpu", sets="apart", cast="fp8")
     yield "docs/weight_transfer.md", '2 CPU ranks | `"fp8"` |', "apart: over bytes alone", [apart["of_bytes"]]
     yield WIDE, "8 | 128, decode", "mean ranks per token", [result("wide-ep")["rows"][0]["ranks_wanted"]]
+    of_one = {"model": "deepseek-v3", "gemm": 2, "tokens": 64}
+    both = [row_of("gemm-packed-mxfp4-h200", **of_one, dtype=dtype) for dtype in ("packed-mxfp4", "fp8")]
+    packed, fp8 = (row["us"][row["chosen"]] for row in both)
+    yield MEASUREMENTS, "deepseek-v3 | 2 | 16 |", "over FP8", [packed / fp8]
     forms = result("dlrm")["rows"][0]["forms"]
     yield DLRM, "2 |", "saving", [100 * (1 - forms["fused"]["us"] / forms["unfused"]["us"])]
 

@@ -150,12 +150,6 @@ PIECES = (
     Piece("all-gather-study", 150, f"all-gather-study --ranks {GPUS}"),
     Piece("placed-layers", 400, f"placed_layers.py --ranks {GPUS}"),
     Piece("transfer", 100, f"transfer --ranks {GPUS} --experts 32 --replays 9"),
-    Piece(
-        "same-bits",
-        200,
-        f"moe --model qwen3-30b-a3b --ranks {GPUS} --tokens 128,4096 --rows-wire --no-peers --replays 9 --singles 0 "
-        "--sustained 0",
-    ),
     Piece("moving-weights", 300, f"moving_weights.py --ranks {GPUS}"),
     Piece("kill-plans", 300, f"tests.gpu.kills 20 --ranks {GPUS}"),
     Piece("kill-plans-all-gpus", 400, f"tests.kill_plans 2000 --gpus --most-ranks {GPUS} --jobs 2 --minutes 4"),
