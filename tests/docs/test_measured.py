@@ -323,6 +323,19 @@ def test_grouped_gemms_of_few_tokens_read_as_fast_as_the_result_says() -> None:
     assert reason.split(". ")[-1] == f"DeepSeek-V3's GEMMs reach {min(of_deepseek):.2f} to {max(of_deepseek):.2f}."
 
 
+def test_host_times_of_eager_calls_are_those_of_the_results() -> None:
+    measured, _ = aim("Host time of eager calls")
+    layers = [row for row in content("moe-packed-mxfp4-h200")["rows"] if row["what"] == "layer"]
+    fused = [row["host_us"] for row in layers if row["variant"].endswith("one launch")]
+    unfused = [row["host_us"] for row in layers if row["variant"] in ("sequential", "fp8", "mxfp4", "packed mxfp4")]
+    for times in (unfused, fused):
+        assert f"{min(times):.0f} to {max(times):.0f} us {'un' * (times is unfused)}fused" in measured
+    gemms = [row["host_us"] | {"": row["host_us"][row["chosen"]]} for row in content("gemm-packed-mxfp4-h200")["rows"]]
+    torchs = [of["torch"] for of in gemms if "torch" in of]
+    assert f"{statistics.median(of[''] for of in gemms):.0f} us in the median" in measured
+    assert f"torch's in the same run {min(torchs):.0f} to {max(torchs):.0f}." in measured
+
+
 def test_packed_mxfp4_weights_are_as_fast_as_the_result_says() -> None:
     """Over FP8 and over bf16, by rows an expert: words for users, and the table of decisions."""
     us: dict[tuple[Any, ...], dict[str, float]] = {}
