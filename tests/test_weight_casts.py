@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moecomm import formats
 from moecomm.base.protocol import DTYPES
@@ -61,6 +62,20 @@ def test_blocks_are_cast_as_plain_torch_does(dtype: torch.dtype) -> None:
         # A NaN has any bits.
         assert torch.equal(found.scales.isnan(), scales.isnan())
         assert torch.equal(found.scales.nan_to_num(7.0), scales.nan_to_num(7.0)), x.shape
+
+
+def test_blocks_without_addresses_are_cast_by_torch() -> None:
+    """Of fake tensors, in transformations of torch, in traces; and those whose memory has other values."""
+    w = torch.randn(130, 144)
+    wanted = fp8.quantize_weights(w)
+    with FakeTensorMode() as mode:
+        fake = fp8.quantize_weights(mode.from_tensor(w))
+    for tensors in (fake, fp8.quantize_weights(w.to("meta"))):
+        assert [tensor.shape for tensor in tensors] == [tensor.shape for tensor in wanted]
+    negative = fp8.quantize_weights(torch._neg_view(w))
+    traced = torch.compile(fp8.quantize_weights, backend="eager")(w)
+    for found, sign in ((negative, 0x80), (traced, 0)):
+        assert torch.equal(_bits(found.data) ^ sign, _bits(wanted.data)) and torch.equal(found.scales, wanted.scales)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moecomm import _native
-from moecomm.base.arrays import as_tensor, check_tensor
+from moecomm.base.arrays import as_tensor, check_tensor, has_memory
 from moecomm.base.choices import Quantize
 from moecomm.base.protocol import DTYPES, TYPES
 from moecomm.base.validation import check_dense
@@ -109,10 +109,14 @@ def quantize_weights(w: torch.Tensor) -> Fp8:
     scales = w.new_empty((*w.shape[:-2], down, across), dtype=torch.float32)
     if w.numel() == 0:
         return Fp8(data, scales.fill_(1e-4 / E4M3_MAX))
+    # Native code takes addresses, of memory that has the values themselves.
+    plain = torch.compiler.is_compiling() or not has_memory(w) or w.is_neg()
     for matrix, to, scale in zip(
         *(tensor.view(-1, *tensor.shape[-2:]) for tensor in (w.detach().contiguous(), data, scales)), strict=True
     ):
-        if w.device.type == "cpu":
+        if plain:
+            _quantize_blocks(matrix, to, scale)
+        elif w.device.type == "cpu":
             addresses = to.data_ptr(), scale.data_ptr(), matrix.data_ptr()
             _native.cast_blocks(*addresses, TYPES[w.dtype], rows, columns)
         elif not cast_blocks(matrix, to, scale):
