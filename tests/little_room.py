@@ -62,6 +62,7 @@ class _HostWindow:
 def agreeing_windows() -> Iterator[None]:
     """Let CPU ranks use memory when their peers have mapped it, and agree ahead of larger rounds, as GPUs do."""
     made, take, close = HostSession.__init__, HostSession.extend, HostSession._close
+    assert not hasattr(HostSession, "extensions"), "processes that are forked have the windows of the test"
 
     def make(session: Any, ranks: Any, shape: Any, timeout_s: float) -> None:
         made(session, ranks, shape, timeout_s)

@@ -370,7 +370,7 @@ def _is_killed(rank: int, group: Any, signal_number: int, meets: int, waits: boo
             threading.Timer(0.2, os.kill, kill).start() if waits else os.kill(*kill)
         meet(rounds)
 
-    with agreeing_windows(), patch.object(growth, "_meet", met), opened(group, timeout_s=60) as buffer:
+    with patch.object(growth, "_meet", met), opened(group, timeout_s=60) as buffer:
         began = time.monotonic()
         with pytest.raises((moecomm.RoundFailed, KeyboardInterrupt)) as caught:
             dispatched(buffer, Sent(buffer, 2, WIDE))
