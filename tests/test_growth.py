@@ -359,6 +359,7 @@ def test_ctrl_c_at_any_instruction_leaves_ranks_in_step_or_stops_all(first: int)
 
 def _is_killed(rank: int, group: Any, signal_number: int, meets: int, waits: bool) -> str:
     """Rank 1 gets a signal ahead of a meeting, or in it while rank 0 is late."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts jobs in the background without it
     meet, left = growth._meet, [meets]
 
     def met(rounds: Any) -> None:
