@@ -44,7 +44,7 @@ class PackedMxfp4(NamedTuple):
 def pack_mxfp4(w: tuple[torch.Tensor, torch.Tensor]) -> PackedMxfp4:
     """Pack MXFP4 weights for FP8 rows.  Do it once, when weights are loaded.
 
-    They are for few rows an expert, as in decoding.  With many rows FP8 weights are faster.
+    They are for few rows an expert, as in decoding.  From 64 rows an expert on, FP8 weights are as fast or faster.
 
     No value changes if no scale is below 2^-11 of the largest scale of the same row and 128 columns.  Values of smaller
     scales are rounded to multiples of 2^-12 of that largest scale, half to even: the error is at most 2^-13 of it.

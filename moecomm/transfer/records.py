@@ -112,7 +112,7 @@ def copy_hashed(to: torch.Tensor, source: torch.Tensor, found: torch.Tensor, *, 
         found.fill_(ctypes.c_int64(_native.copy_hashed(there, here, len(to), arrived)).value)
         return
     if here % _ALIGNMENT:
-        to.copy_(source)
-        here = there
+        source = source.clone()  # aligned, and hashed before it leaves
+        here = source.data_ptr()
     args = struct(COPY_HASHED.args)(0 if here == there else there, here, found.data_ptr(), len(to))
     plain_kernel.launch_on(to.device, COPY_HASHED, row_pass.blocks_of(len(to) // _OF_A_THREAD), args)
