@@ -30,7 +30,7 @@ from moecomm.fused import (
     quantize_weights,
 )
 from moecomm.fused.fp8 import Operand
-from moecomm.fused.schedules import mxfp4_schedule, packed_schedule, schedule_of
+from moecomm.fused.schedules import PACKED_SCHEDULE, mxfp4_schedule, schedule_of
 from moecomm.router import MODELS, Model, random_routing
 from moecomm.tools.progress import progress
 from moecomm_bench import other_gemms
@@ -87,7 +87,7 @@ class Gemm:
         each, shape = rows // self.experts, (self.experts, self.columns)
         units = 132 if device.type == "cpu" else kernels.multiprocessors(device.index)
         if self.dtype == PACKED:
-            chosen = packed_schedule(each)
+            chosen = PACKED_SCHEDULE
         elif self.dtype == MXFP4:
             chosen = mxfp4_schedule(each, *shape, units)
         elif device.type == "cpu":

@@ -147,11 +147,7 @@ class _Ways:
         about: dict[str, Any] = {"backend": case.backend, "device": device, "timeout_s": 120.0}
         placed: dict[str, Any] = {"source": source, "target": target, "cast": to}
         self._transfer = WeightTransfer(group, case.shapes, **placed, **about)
-        # A rank's memory for plain copies: what others read there.  It also has what this rank receives.
-        self._nbytes = [
-            self._of_expert * sum(sender != rank for sender in route.reads.values())
-            for rank, route in enumerate(self._routes)
-        ]
+        # What others read for plain copies.
         self._window = Window(group, max(1, *(len(route.casts) for route in self._routes)) * self._of_expert, **about)
         self._landed = torch.empty(max(1, self.received), dtype=torch.uint8, device=device)
         self.backend = self._window.backend
@@ -159,7 +155,7 @@ class _Ways:
     @property
     def received(self) -> int:
         """Bytes that this rank has to receive."""
-        return self._nbytes[self._rank]
+        return self._of_expert * sum(sender != self._rank for sender in self._route.reads.values())
 
     @property
     def _route(self) -> Route:

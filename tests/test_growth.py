@@ -514,7 +514,7 @@ def test_masked_ranks_come_back_to_windows_of_one_size() -> None:
 
 @pytest.mark.parametrize("choice", ["token", "balanced"])
 def test_a_masked_rank_whose_experts_have_replicas(choice: Any) -> None:
-    """What has grown before is of use beside the masked rank, without an agreement; the others grow with it later."""
+    """Memory that has grown before serves rounds beside a masked rank; ranks agree on more when it is back."""
     together = threading.Barrier(3)
 
     def body(group: Any) -> None:

@@ -65,7 +65,7 @@ def test_blocks_are_cast_as_plain_torch_does(dtype: torch.dtype) -> None:
 
 
 def test_blocks_without_addresses_are_cast_by_torch() -> None:
-    """Of fake tensors, in transformations of torch, in traces; and those whose memory has other values."""
+    """Cast fake tensors, in transformations and traces of torch, and tensors whose memory has other values."""
     w = torch.randn(130, 144)
     wanted = fp8.quantize_weights(w)
     with FakeTensorMode() as mode:

@@ -17,7 +17,7 @@ MOST = 48  # tokens of a rank
 
 
 class Sent:
-    """What all ranks send in one round: every rank makes all of it."""
+    """The tensors that all ranks send in one round; every rank makes all of them."""
 
     def __init__(self, buffer: moecomm.Buffer, seed: int, widths: tuple[int, ...], most: int = MOST) -> None:
         self._ranks, self._topk = buffer.num_ranks, buffer.topk

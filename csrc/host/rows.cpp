@@ -3,20 +3,13 @@
 #include <algorithm>
 
 #include "casts.h"
+#include "clones.h"
 
 #if defined(__SSE2__) && !defined(__SANITIZE_THREAD__)
 #include <emmintrin.h>
 #define MOECOMM_STREAMS 1
 #else
 #define MOECOMM_STREAMS 0
-#endif
-
-// Compile the loops for baseline x86-64, AVX2 and AVX-512 and choose when the library is loaded.  Not under ThreadSanitizer, whose runtime
-// is not initialized at that time.
-#if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__) && !defined(__SANITIZE_THREAD__)
-#define MOECOMM_CLONES __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
-#else
-#define MOECOMM_CLONES
 #endif
 
 namespace moecomm::host {

@@ -5,13 +5,7 @@
 #include <vector>
 
 #include "casts.h"
-
-// As in rows.cpp.
-#if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__) && !defined(__SANITIZE_THREAD__)
-#define MOECOMM_CLONES __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
-#else
-#define MOECOMM_CLONES
-#endif
+#include "clones.h"
 
 namespace moecomm::host {
 

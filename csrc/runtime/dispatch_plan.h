@@ -53,7 +53,7 @@ class DispatchPlan {
     Schedules& schedules() { return schedules_; }
     u64 kept_bytes(i32 max_rows) const;
     u64 payload_bytes(i32 max_rows) const;
-    // The same on the rank with the most experts: all ranks compute the same.
+    // Bytes of the rank with the most experts, which all ranks compute alike.
     u64 largest_kept_bytes(i32 max_rows) const;
     u64 largest_payload_bytes(i32 max_rows) const;
 

@@ -251,8 +251,8 @@ class HostSession:
     def grow(
         self, nbytes: int, missing: Callable[[int], int], ranks: Collection[int], meet: Callable[[], None]
     ) -> tuple[int, tuple[int, int] | None] | None:
-        """Return None: memory of extend() is there at once."""
-        return None
+        """Do nothing: ranks do not agree, because memory of extend() is there at once."""
+        raise AssertionError(self.agrees)
 
     def admit(self) -> int:
         """Do nothing: there are no offers."""

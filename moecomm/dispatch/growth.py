@@ -1,9 +1,9 @@
 """Growth by agreement: windows whose peers map further memory late get room for a larger round before it begins.
 
 Memory that a rank adds to its window can be used when all peers have mapped it, in calls after those in which they do.
-So a round that takes more than the reserve waits for that, once: all ranks make rounds without rows first, behind which
-all have said what they need, all have offered memory, and all have mapped that of the others.  What ends a round ends
-these as well: a rank that is lost, interrupted or closed, or that makes another call.
+So before a round that takes more than the reserve, all ranks make three rounds without rows.  After the first, each
+rank knows what every rank needs; after the second, each has offered its memory; after the third, each knows whether all
+have mapped it.  A rank that is lost, interrupted or closed, or that makes another call, ends them as it ends any round.
 
 All ranks come, because each works out by itself what the rank that needs most takes (DispatchPlan.largest_bytes) unless
 a caller bounds the rows.  `max_rows=` may differ between ranks, so it is no reason to come: in a window of the default
@@ -68,8 +68,8 @@ def room(rounds: Rounds, nbytes: int, allocate: Callable[[], _Blocks]) -> _Block
 def _meet(rounds: Rounds) -> None:
     """Make a round without rows, and wait for it: no rank returns before all have come."""
     small = small_dispatch(rounds, "flat", repeat=False, grows=True)
-    args, keep = small.of_no_token()
+    args, owner = small.of_no_token()  # which holds the memory of the round until it has ended
     small.run(args)
     rounds.wait()
     rounds.raise_failure()
-    del keep
+    del owner

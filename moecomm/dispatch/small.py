@@ -24,7 +24,7 @@ class SmallDispatch:
         layout: "flat" without `repeat`.
         repeat: by a handle.
         words: int64 of a row; even.
-        grows: at which ranks meet, see growth.py, and not for verification.
+        grows: a round without rows of growth.py; False: one that verifies another round.
     """
 
     def __init__(self, rounds: Rounds, layout: Layout, repeat: bool, words: int, grows: bool) -> None:

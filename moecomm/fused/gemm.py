@@ -281,7 +281,7 @@ def _launch_of(
             if given.x_scales is None:
                 schedule = schedules.mxfp4_schedule(expected_rows, groups, columns, units)
             else:
-                schedule = schedules.packed_schedule(expected_rows)
+                schedule = schedules.PACKED_SCHEDULE
         else:
             tiled = tiled_as(dtype, given.by_channel)
             depth = depth * dtype.itemsize // tiled.itemsize  # as many bytes

@@ -99,8 +99,10 @@ MXFP4_SCHEDULES = {
     "160x3c1": Schedule(row_unit=16, most_rows=160, stages=3, cluster=1),
     "192x3c1": Schedule(row_unit=32, most_rows=192, stages=3, cluster=1),
 }
-# MXFP4 weights beside FP8 rows.  Tiles of 96 and 128 rows, and two blocks a multiprocessor, were slower.
-PACKED_SCHEDULES = {"64x8c1": Schedule(row_unit=16, most_rows=64, stages=8, cluster=1)}
+# MXFP4 weights beside FP8 rows.  Tiles of 96 and 128 rows, and two blocks a multiprocessor, were slower on an H200,
+# with the matrices of gpt-oss-120b and DeepSeek-V3.
+PACKED_SCHEDULE = Schedule(row_unit=16, most_rows=64, stages=8, cluster=1)
+PACKED_SCHEDULES = {"64x8c1": PACKED_SCHEDULE}
 FP8_BAND = 2 * BAND  # row tiles are half as high
 
 
@@ -160,14 +162,6 @@ def mxfp4_schedule(expected_rows: int, groups: int, columns: int, multiprocessor
         if expected_rows <= most:
             return MXFP4_SCHEDULES[name]
     return MXFP4_SCHEDULES["192x3c1"]
-
-
-def packed_schedule(expected_rows: int) -> Schedule:
-    """Return the schedule of a GEMM of FP8 rows and packed MXFP4 weights.
-
-    Measured on an H200 with the matrices of gpt-oss-120b and DeepSeek-V3.
-    """
-    return PACKED_SCHEDULES["64x8c1"]
 
 
 def check_schedule(dtype: torch.dtype, schedule: Schedule, mxfp4: bool = False) -> None:

@@ -279,7 +279,8 @@ class Meeting:
     def _in_rounds(self) -> set[int]:
         """Return the ranks that are in a round and wait for this rank.  They join the agreement after their deadline.
 
-        Empty if a round has failed here: then no rank waits for this one.  Not so if it was only invalid, on all ranks.
+        Empty if a round has failed here: then no rank waits for this one.  One that was invalid on all ranks has not
+        failed.
         """
         with suppress(RuntimeError):  # the device does not answer
             if not self._rounds.failed:

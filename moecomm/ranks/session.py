@@ -221,14 +221,14 @@ class Session(Maskable, Protocol):
         Called when no rank is in a round, and not in a capture.
 
         Args:
-            nbytes: that this rank needs.
-            missing: returns the bytes that its window lacks for so many.
-            ranks: that make this call.
-            meet: returns when all of them have called it so often.
+            nbytes: bytes that this rank needs.
+            missing: returns the bytes that this rank's window lacks for a round of so many.
+            ranks: the ranks that make this call.
+            meet: a barrier of these ranks.
 
         Returns:
-            The bytes that the rank needs that needs most, or somewhat more, and offset and bytes of the memory taken;
-            None: the window lacks none.  None on every rank if one of them has no memory for it, or can't map it.
+            The largest need of any rank, rounded up, in bytes; and offset and bytes of the memory taken here, or None
+            if this window had enough.  None on every rank if one of them has no memory, or can't map a peer's.
         """
         ...
 

@@ -114,8 +114,8 @@ class Rounds(RoundState, Bound):
         before, heap = _native.choice_bytes(shape) * settings.balances, session.context.window.heap
         taken = shape.heap_bytes - session.extensible - before
         arena = _native.Arena(heap + before, taken)
-        how = session.extend, session.agrees
-        self.memory = WindowMemory(arena, session.capturing, *settings.heap_parts(taken), *how)
+        parts = settings.heap_parts(taken)
+        self.memory = WindowMemory(arena, session.capturing, *parts, extend=session.extend, agrees=session.agrees)
         self.plans = PlanCache()
         known = (self.plans.table, self.memory.parts, self.flight, self.turn, session.context.record, self.on_cpu)
         self.known_calls = _native.KnownCalls(*known)
