@@ -20,6 +20,10 @@ MOECOMM_FN u32 lanes_below() {
 MOECOMM_FN i32 lane_id() { return threadIdx.x % kWarp; }
 MOECOMM_FN i32 warp_id() { return threadIdx.x / kWarp; }
 
+// Returns lane 0's value, in every lane. A whole warp. The compiler then knows that the lanes agree: it computes with the value in uniform
+// registers, and takes the warp to be together after a branch on it.
+MOECOMM_FN u32 uniform(u32 value) { return __shfl_sync(kAllLanes, value, 0); }
+
 // Copy a row of scales, or a part of it: any number of bytes, by words if both ends are aligned. Called by all lanes of a warp; orders
 // nothing and cannot fail. Volatile, so that, like load_fresh, it bypasses L1; the source may be any memory.
 MOECOMM_FN void copy_small(u8* to, const volatile u8* from, i32 bytes) {

@@ -263,7 +263,7 @@ MOECOMM_FN auto store_between(const ExpertLayerArgs& args) {
 // The math role: a warpgroup multiplies queued tiles from the ring and stores them.
 template <GemmConfig c, RowConfig r, GemmConfig product>
 MOECOMM_FN void make_tiles(ExpertLayerShared<c>& s, const ExpertLayerArgs& args) {
-    const i32 math_group = threadIdx.x / kWarpgroup - 1;
+    const i32 math_group = this_math_group();
     const u32 staging = shared_address(s.gemm.staging);
     RingPlace<c> place;
     u32 turns = 0;

@@ -158,7 +158,7 @@ MOECOMM_FN void store_rows(const float (&accum)[c.parts()][size], const Tile& ti
     const u32 mine = staging + (math_group * 4 + warp) * room;
     if (!share.all_parts) {
         store_share<c, 1>(accum, at, mine, staging + ((1 - math_group) * 4 + warp) * room, out);
-    } else if (at.rows > 0) {
+    } else {
         store_share<c, c.parts()>(accum, at, mine, mine, out);
     }
 }

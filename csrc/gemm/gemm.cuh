@@ -34,6 +34,9 @@ struct GemmShared {
     MOECOMM_BOTH static constexpr i32 room() { return sizeof(ring) + sizeof(staging); }
 };
 
+// Returns which of the math warpgroups this is. They follow the loader warpgroup.
+MOECOMM_FN i32 this_math_group() { return static_cast<i32>(uniform(threadIdx.x / kWarpgroup)) - 1; }
+
 template <GemmConfig c>
 MOECOMM_FN i32 place_in_cluster() {
     return c.cluster == 1 ? 0 : cluster_rank();
@@ -46,11 +49,8 @@ struct MyTiles {
     i32 next;
 
     MOECOMM_FN MyTiles(const GemmArgs& args, const GemmShared<c>& s) : walk(args.grouping, s.counts), next(blockIdx.x / c.cluster) {}
-    MOECOMM_FN bool take(Tile& tile) {
-        const bool found = walk.find(next, tile);
-        next += static_cast<i32>(gridDim.x) / c.cluster;
-        return found;
-    }
+    MOECOMM_FN bool find(Tile& tile) { return walk.find(next, tile); }
+    MOECOMM_FN void step() { next += static_cast<i32>(gridDim.x) / c.cluster; }
 };
 
 // Index of this block's columns, in units of block_columns().
@@ -111,7 +111,7 @@ MOECOMM_FN void load_tiles(GemmShared<c>& s, const GemmArgs& args) {
     const i32 rank = place_in_cluster<c>();
     RingPlace<c> place;
     MyTiles<c> tiles(args, s);
-    for (Tile tile; tiles.take(tile);) {
+    for (Tile tile; tiles.find(tile); tiles.step()) {
         load_tile<c, c.apart>(s, args, tile, rank, place);
     }
 }
@@ -141,9 +141,9 @@ struct TileScales<product, true, false> {
         const i32 lane = lane_id();
         const SlotScales to = s.scales.slot(slot);
         if (lane < kWeightScales) load_scale(to.of_w(lane), of_w);
-#pragma unroll 1
-        for (i32 i = lane; i < tile.padded; i += kWarp)
-            load_scale(to.of_x(i), of_x + (tile.row + min(i, tile.rows - 1)) * args.x_scale_row);
+#pragma unroll
+        for (i32 i = lane; i < product.most_rows; i += kWarp)
+            if (i < tile.padded) load_scale(to.of_x(i), of_x + (tile.row + min(i, tile.rows - 1)) * args.x_scale_row);
         arrive_when_loaded(&s.barriers.full[slot]);
         ++of_w;
         of_x += args.x_scale_column;
@@ -225,7 +225,7 @@ MOECOMM_FN void load_scales(GemmShared<c>& s, const GemmArgs& args) {
     const i32 rank = place_in_cluster<c>();
     RingPlace<c> place;
     MyTiles<c> tiles(args, s);
-    for (Tile tile; tiles.take(tile);) {
+    for (Tile tile; tiles.find(tile); tiles.step()) {
         load_scales_of<c, c>(s, args, tile, rank, place);
     }
 }
@@ -314,13 +314,13 @@ MOECOMM_FN void store_accum(const float (&accum)[product.parts()][size], const T
 // The math role: a warpgroup multiplies tiles from the ring and stores them.
 template <GemmConfig c, class Out>
 MOECOMM_FN void make_tiles(GemmShared<c>& s, const GemmArgs& args, const Out& out) {
-    const i32 math_group = threadIdx.x / kWarpgroup - 1;
+    const i32 math_group = this_math_group();
     const i32 steps = ceil_div(args.depth, c.depth()), columns = c.gated ? args.columns / 2 : args.columns;
     RingPlace<c> place;
     u32 turns = 0;
     float accum[c.parts()][c.most_rows / 2] = {};
     MyTiles<c> tiles(args, s);
-    for (Tile tile; tiles.take(tile);) {
+    for (Tile tile; tiles.find(tile); tiles.step()) {
         if constexpr (c.restarts()) clear(accum);
         ChannelScales<c> scales;
         scales.template load<c>(args, tile, block_of<c>(tile, place_in_cluster<c>()), math_group);
@@ -363,11 +363,12 @@ MOECOMM_FN void grouped_gemm(const GemmArgs& args) {
     launch_dependents();
     for (i32 g = threadIdx.x; g < args.grouping.groups; g += kGemmThreads) s.counts[g] = reinterpret_cast<const i32*>(args.counts)[g];
     sync_cluster<c.cluster>();
-    if (threadIdx.x < kWarpgroup) {
+    const u32 warp = uniform(warp_id());
+    if (warp < kWarpgroup / kWarp) {
         reg_dealloc<kLoaderRegisters>();
-        if (threadIdx.x == 0) load_tiles(s, args);
+        if (warp == 0 && lane_id() == 0) load_tiles(s, args);
         if constexpr (c.has_slot_scales()) {
-            if (warp_id() == 2) load_scales(s, args);
+            if (warp == 2) load_scales(s, args);
         }
     } else {
         reg_alloc<c.math_registers()>();

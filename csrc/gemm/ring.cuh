@@ -45,10 +45,8 @@ struct RingPlace {
     u32 phase = 0;
 
     MOECOMM_FN void step() {
-        if (++slot == c.stages) {
-            slot = 0;
-            phase ^= 1;
-        }
+        slot = slot == c.stages - 1 ? 0 : slot + 1;
+        phase ^= slot == 0 ? 1 : 0;
     }
 };
 

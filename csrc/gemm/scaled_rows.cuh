@@ -9,6 +9,7 @@ namespace moecomm {
 
 constexpr i32 kGroupRows = 64;  // rows of x of a warpgroup
 constexpr i32 kPartUnits = 2;   // a part has kPartUnits * kPartColumns rows of w
+constexpr i32 kUnrolled = 4;  // steps
 constexpr i32 kRowsPart = kPartUnits * kPartColumns;
 
 MOECOMM_FN float load_shared_float(u32 address) {
@@ -64,42 +65,32 @@ struct Share {
     }
 };
 
-// Returns lane 0's value, in every lane. The compiler then knows that the lanes agree, and computes with the value in uniform registers.
-MOECOMM_FN u32 uniform(u32 value) { return __shfl_sync(kAllLanes, value, 0); }
-
 // Multiplies 64 rows of x by `parts` parts of w over the whole depth.  Called by a math warpgroup.  Waits for `full` of each slot; a slot
 // is released before its last products are added up.  Cannot fail.
 //
-// Registers hold the accumulators of both parts and the products of one.  While the tensor cores work, the warpgroup loads the next scales
-// and waits for the next slot; while it adds up, the tensor cores work for the other warpgroup.  They do so only if the products of a step
-// are issued one right behind the other: matrix descriptors are therefore computed in uniform registers, where the tensor cores read them.
-// `descriptors_in_lanes`: not so; slower, for a kernel that has no register left.
-template <GemmConfig c, i32 parts, bool descriptors_in_lanes, i32 size>
-MOECOMM_FN void multiply_share(Ring<c>& ring, RingBarriers<c>& barriers, const RingScales<c>& scales, RingPlace<c>& place,
-                               const Share<c>& share, i32 steps, float (&accum)[c.parts()][size]) {
+// Registers hold the accumulators of both parts and the products of one.  While the warpgroup adds up, the tensor cores work for the other
+// one.  They do so only if the products of a step are issued one right behind the other.  So matrix descriptors must be in uniform
+// registers, where the tensor cores read them: see this_math_group().
+template <GemmConfig c, i32 parts, i32 size>
+MOECOMM_FN void multiply_share(Ring<c>& ring, RingBarriers<c>& barriers, const RingScales<c>& scales, RingPlace<c>& place, i32 math_group,
+                               i32 steps, float (&accum)[c.parts()][size]) {
     static_assert(c.parts() * kRowsPart == c.block_columns() && 2 * size == kRowsPart, "parts of 128 rows of w");
-    const i32 first_part = parts == c.parts() ? 0 : share.first_part;  // where constant, the compiler knows it to be uniform
-    const u32 w = operand_at(shared_address(ring.w[0]) + first_part * (kRowsPart * kSlotRowBytes));
-    const u32 x = operand_at(shared_address(ring.x[0]) + share.first_row * kSlotRowBytes);
-    const i32 row = share.first_row + warp_id() % 4 * 16 + lane_id() / 4;
+    const i32 first_part = parts == c.parts() ? 0 : math_group, first_row = parts == c.parts() ? math_group * kGroupRows : 0;
+    const u32 w = operand_at(shared_address(ring.w[0])) + first_part * (kRowsPart * kSlotRowBytes / 16);
+    const u32 x = operand_at(shared_address(ring.x[0])) + first_row * (kSlotRowBytes / 16);
+    const i32 row = first_row + warp_id() % 4 * 16 + lane_id() / 4;
     float products[size] = {};
-    RowScales of_x;
-    PartScales<c> of_w;
 #pragma unroll
     for (i32 part = 0; part < parts; ++part)
 #pragma unroll
         for (i32 i = 0; i < size; ++i) accum[part][i] = 0.0f;
-    copy_wait(&barriers.full[place.slot], place.phase);
-    of_x.load(scales.slot(place.slot), row);
-#pragma unroll 1
+#pragma unroll kUnrolled
     for (i32 step = 0; step < steps; ++step) {
         const i32 slot = place.slot;
-        u32 w_slot = w + slot * (c.weight_bytes() / 16), x_slot = x + slot * (c.row_bytes() / 16);
-        if constexpr (!descriptors_in_lanes) {
-            w_slot = uniform(w_slot);
-            x_slot = uniform(x_slot);
-        }
-        RowScales next = of_x;
+        const u32 w_slot = w + slot * (c.weight_bytes() / 16), x_slot = x + slot * (c.row_bytes() / 16);
+        copy_wait(&barriers.full[slot], place.phase);
+        RowScales of_x;
+        of_x.load(scales.slot(slot), row);
 #pragma unroll
         for (i32 part = 0; part < parts; ++part) {
             wgmma_begin();
@@ -109,14 +100,8 @@ MOECOMM_FN void multiply_share(Ring<c>& ring, RingBarriers<c>& barriers, const R
                 wgmma<c.type, kRowsPart>(products, operand(x_slot + 2 * k), operand(columns), k > 0 ? 1 : 0);
             }
             wgmma_commit();
+            PartScales<c> of_w;
             of_w.load(scales.slot(slot), first_part + part);
-            if (part + 1 == parts) {
-                place.step();
-                if (step + 1 < steps) {
-                    copy_wait(&barriers.full[place.slot], place.phase);
-                    next.load(scales.slot(place.slot), row);
-                }
-            }
             wgmma_wait<0>();
             pin_registers(products);
             if (part + 1 == parts) {
@@ -125,19 +110,18 @@ MOECOMM_FN void multiply_share(Ring<c>& ring, RingBarriers<c>& barriers, const R
             }
             add_rows<c>(accum[part], products, of_x, of_w);
         }
-        of_x = next;
+        place.step();
     }
 }
 
 // Multiplies a math warpgroup's share of a tile; `accum` is complete on return.
-template <GemmConfig c, bool descriptors_in_lanes = false, i32 size>
+template <GemmConfig c, i32 size>
 MOECOMM_FN void multiply_rows(Ring<c>& ring, RingBarriers<c>& barriers, const RingScales<c>& scales, RingPlace<c>& place, i32 math_group,
                               i32 steps, i32 padded, float (&accum)[c.parts()][size]) {
-    const Share<c> share(padded, math_group);
-    if (share.all_parts) {
-        multiply_share<c, c.parts(), descriptors_in_lanes>(ring, barriers, scales, place, share, steps, accum);
+    if (padded > kGroupRows) {
+        multiply_share<c, c.parts()>(ring, barriers, scales, place, math_group, steps, accum);
     } else {
-        multiply_share<c, 1, descriptors_in_lanes>(ring, barriers, scales, place, share, steps, accum);
+        multiply_share<c, 1>(ring, barriers, scales, place, math_group, steps, accum);
     }
 }
 

@@ -79,7 +79,7 @@ MOECOMM_FN void load_gathered(GemmShared<c>& s, const GatherMatmulArgs& a, const
 // The math role: a warpgroup multiplies tiles from the ring and stores them.
 template <GemmConfig c>
 MOECOMM_FN void make_gathered_tiles(GemmShared<c>& s, const GatherMatmulArgs& a) {
-    const i32 math_group = threadIdx.x / kWarpgroup - 1, steps = ceil_div(a.gemm.depth, c.depth());
+    const i32 math_group = this_math_group(), steps = ceil_div(a.gemm.depth, c.depth());
     const i32 clusters = gridDim.x / c.cluster;
     const BlockOrder order = gather_order(a);
     RingPlace<c> place;

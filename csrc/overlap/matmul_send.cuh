@@ -85,17 +85,14 @@ MOECOMM_FN StorePitched store_at(const SendMatmulArgs& a, const OverlapRound& ro
 // The math role: a warpgroup multiplies tiles from the ring and stores them.
 template <GemmConfig c, Send send, i32 ranks, i32 split>
 MOECOMM_FN void make_sent_tiles(SendShared<c, split>& s, const SendMatmulArgs& a, const OverlapRound& round) {
-    const i32 math_group = threadIdx.x / kWarpgroup - 1;
+    const i32 math_group = this_math_group();
     const Steps mine = my_steps<c, split>(a.gemm);
     RingPlace<c> place;
     StoredPlace stored;
     u32 turns = 0, phase = 0;
     float accum[c.parts()][c.most_rows / 2] = {};
     for_my_tiles<c, send, ranks, split>(a, [&](const BlockTile& found) {
-        if constexpr (!c.swapped && send == Send::all_to_all) {  // whose tiles have two kinds of places: no register is left
-            multiply_rows<c, true>(s.gemm.ring, s.gemm.barriers, s.gemm.scales, place, math_group, mine.end - mine.first, found.tile.padded,
-                                   accum);
-        } else if (split == 1 || mine.first < mine.end) {
+        if (split == 1 || mine.first < mine.end) {
             multiply_padded<c>(s.gemm, place, math_group, mine.end - mine.first, found.tile.padded, accum);
         } else {
             for (float& sum : accum[0]) sum = 0;
