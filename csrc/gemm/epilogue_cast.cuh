@@ -38,7 +38,8 @@ MOECOMM_FN void store_cast(const float (&accum)[c.parts()][size], const Tile& ti
     const i32 thread = threadIdx.x - kWarpgroup, chunk = thread % kCastLanes, column = block * kScaleGroup + chunk * 8;
     static_assert(T::rows * kCastLanes % threads == 0, "whole warps cast");
 #pragma unroll
-    for (i32 row = thread / kCastLanes; row < T::rows; row += threads / kCastLanes) {
+    for (i32 i = 0; i < T::rows * kCastLanes / threads; ++i) {  // as often for every thread, so that warps stay together
+        const i32 row = thread / kCastLanes + i * (threads / kCastLanes);
         uint4 values = make_uint4(0, 0, 0, 0);
         if (column < columns) values = load_shared(place + chunk / T::chunks * all + T::offset(row, chunk % T::chunks));
         store_eight(values, tile.row + from + row, column, from + row < tile.rows && column < columns, out);
