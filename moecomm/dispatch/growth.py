@@ -42,9 +42,9 @@ def grow(rounds: Rounds, nbytes: int) -> bool:
     ranks = (rounds.rank,) if alone else range(rounds.num_ranks)
     meet = (lambda: None) if alone else partial(_meet, rounds)
     more = memory.next_size  # else rounds that get larger step by step would take all memory
-    found = session.grow(max(nbytes, more), memory.missing, ranks, meet)
+    found = session.grow(max(nbytes, more), memory, ranks, meet)
     if found is None and more > 0:  # on all ranks, whatever each needs
-        found = session.grow(nbytes, memory.missing, ranks, meet)
+        found = session.grow(nbytes, memory, ranks, meet)
     if found is None:
         raise memory.no_room(nbytes)
     memory.grown(*found)

@@ -26,6 +26,21 @@ class Schedule(NamedTuple):
     chunk_tokens: int  # tokens of a signal: 1, 2, 4, 8, 16 or 32.  A combine has that of its dispatch
 
 
+class Heap(Protocol):
+    """The memory of a window that rounds take blocks from."""
+
+    def missing(self, nbytes: int) -> int:
+        """Return the bytes that this rank's window lacks for a round of so many; 0: none."""
+        ...
+
+    def holds(self, offset: int) -> bool:
+        """Return whether memory at this offset of the window is in use, or free for rounds.
+
+        An interrupt may come after extend() or grow() and before their result is in use; then they return it again.
+        """
+        ...
+
+
 class RowTables(Protocol):
     """Hashes of the rows that combines of CPU ranks move, of all ranks."""
 
@@ -198,31 +213,34 @@ class Session(Maskable, Protocol):
         """Return the ranks known to be gone, and why; with this rank's number, why its own rounds can't run."""
         ...
 
-    def extend(self, nbytes: int) -> tuple[int, int] | None:
+    def extend(self, nbytes: int, heap: Heap) -> tuple[int, int] | None:
         """Take memory for at least `nbytes` more of the heap, on this rank alone, also in a capture.
 
         Returns:
-            Its offset in the window, and its bytes: peers reach it in the rounds of calls from now on.  None: there is
-            no more, or not all peers have mapped it yet.  What they have mapped later may be what an earlier call asked
-            for, and smaller.
+            Its offset in the window, and its bytes; peers reach it in all later rounds.  None: there is no more, or
+            some peer has not mapped it yet.  When all peers have, a later call returns it, even if that call asks for
+            more bytes.
         """
         ...
 
     @property
     def agrees(self) -> bool:
-        """Return whether ranks use what extend() takes late, and agree by grow() on what a round needs at once."""
+        """Return whether memory of extend() has to be mapped by peers first.
+
+        Then ranks call grow() ahead of a round that needs more memory than there is.
+        """
         ...
 
     def grow(
-        self, nbytes: int, missing: Callable[[int], int], ranks: Collection[int], meet: Callable[[], None]
+        self, nbytes: int, heap: Heap, ranks: Collection[int], meet: Callable[[], None]
     ) -> tuple[int, tuple[int, int] | None] | None:
-        """Take memory for rounds of `nbytes`, or as many as another rank needs.  Collective.
+        """Take memory for rounds of `nbytes`, or of more where another rank needs more.  Collective.
 
         Called when no rank is in a round, and not in a capture.
 
         Args:
             nbytes: bytes that this rank needs.
-            missing: returns the bytes that this rank's window lacks for a round of so many.
+            heap: of this rank.
             ranks: the ranks that make this call.
             meet: a barrier of these ranks.
 
