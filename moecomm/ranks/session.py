@@ -1,8 +1,8 @@
 """The contract of a backend: how ranks reach each other's memory, and who runs a round.
 
 A backend opens a Session: the window of every rank, mapped where this rank can load from it and store to it
-(`context.peers`, 0 where it can't), and an executor for dispatch and combine.  Other modules ask no more than whether a
-round is over when its call returns (synchronous).
+(`context.peers`, 0 where it can't), and an executor for dispatch and combine.  Other modules distinguish backends only
+by whether a round is over when its call returns (`synchronous`).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Maskable(Protocol):
         ...
 
     def begun(self) -> list[str]:
-        """Return, by rank, the operation of the round after the last one here if that rank has begun it, else ""."""
+        """Return by rank the operation of the round that follows the last one here, or "" if it has not begun there."""
         ...
 
     def excluded(self) -> bool:
@@ -67,11 +67,11 @@ class Maskable(Protocol):
         ...
 
     def exclude(self, rank: int) -> None:
-        """Let a rank's waits end, and its rounds fail, until it resumes; it passes that on to nobody."""
+        """End the waits of another rank, and let its rounds fail until it resumes.  Further ranks do not learn of it."""
         ...
 
     def interrupt(self, rank: int) -> None:
-        """End the round that a rank has begun and in which it waits for this one; it raises Aborted."""
+        """End the round in which another rank waits for this one.  That rank raises Aborted."""
         ...
 
     def forget_interrupts(self) -> None:
@@ -101,7 +101,7 @@ class Session(Maskable, Protocol):
     device: torch.device
     context: _native.Context  # peers, shape, window, rank, record, abort_host: filled; timeout_ns is the Buffer's
     nbytes: int  # memory this rank holds for the Buffer
-    extensible: int  # of Shape.heap_bytes, those at its end for which there is no memory before extend()
+    extensible: int  # bytes at the end of Shape.heap_bytes that have no memory before extend()
     owner: object  # outlives every tensor in the window
     casts_formats: bool  # the executor casts rows to other formats than "fp8" on the way
     reduced_rows_in_heap: bool  # CombineArgs.reduced_rows: reduced rows may have a place each
@@ -257,7 +257,7 @@ class Session(Maskable, Protocol):
 
     @property
     def offers(self) -> ctypes.c_uint64 | None:
-        """Return a counter in memory of all ranks: where it has changed, a peer waits for admit(); None: nobody does.
+        """Return a counter that all ranks share: when it changes, a peer waits for admit().  None: no peer ever does.
 
         Valid while the session is open.
         """
@@ -266,7 +266,7 @@ class Session(Maskable, Protocol):
     def admit(self) -> int:
         """Wait for the rounds so far, and map the memory that peers offer.  Not in a capture.
 
-        Returns the value of offers() up to which all is mapped.
+        Returns the value of the counter `offers` from before the mapping.
         """
         ...
 
