@@ -67,7 +67,7 @@ class Maskable(Protocol):
         ...
 
     def exclude(self, rank: int) -> None:
-        """End the waits of another rank, and let its rounds fail until it resumes.  Further ranks do not learn of it."""
+        """End the waits of another rank, and let its rounds fail until it resumes.  No further rank learns of it."""
         ...
 
     def interrupt(self, rank: int) -> None:
