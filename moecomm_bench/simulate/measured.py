@@ -82,7 +82,8 @@ class MeasuredResult:
             return False
         others = float(routed.ranks.sum()) * (self.ranks - 1) / self.ranks
         widths = [
-            row.get("moved_bytes", row["wire_bytes"]) / (row["tokens"] * others * case["hidden"])
+            row.get("ideal_bytes", row.get("moved_bytes", row["wire_bytes"]))
+            / (row["tokens"] * others * case["hidden"])
             for row in self.found["rows"]
             if row.get("variant") == FP32_WIRE and row["what"] == "combine" and "wire_bytes" in row
         ]
