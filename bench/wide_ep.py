@@ -19,7 +19,7 @@ from moecomm_bench.simulate.nic import ModelNic
 from moecomm_bench.simulate.predict import SimulatedCase, predict
 from moecomm_bench.simulate.published import Published, against, rows
 from moecomm_bench.simulate.routing import DrawnGate, spread
-from moecomm_bench.simulate.rows import bytes_of, head_bytes
+from moecomm_bench.simulate.rows import bytes_of, head_bytes, lines_of
 
 ROOT = Path(__file__).parent.parent
 RESULT, PAGE = ROOT / "bench" / "results" / "wide-ep.json", ROOT / "docs" / "maintainers" / "wide_ep.md"
@@ -74,7 +74,8 @@ def _ours(row: Published, machine: Machine) -> float:
     dispatches = row.what == "dispatch"
     head = head_bytes(row.topk, row.ranks) if dispatches else 0
     joined = not dispatches or row.payload == "bf16"
-    own = Rows(bytes_of(operation, row.payload, row.hidden), head_bytes=head, joined=joined)
+    lines = lines_of(operation, row.payload, row.hidden, row.topk)
+    own = Rows(bytes_of(operation, row.payload, row.hidden), lines, head_bytes=head, joined=joined)
     routed = spread(gate, row.domains, row.ranks)
     return cost(operation, routed, row.tokens, own, machine, most_direct=128).us
 

@@ -22,6 +22,8 @@ from moecomm_bench.options import (
     Hidden,
     Intermediate,
     Json,
+    Model,
+    Models,
     Nic,
     Ranks,
     Replays,
@@ -49,8 +51,6 @@ Limit = Annotated[
     float,
     typer.Option("--limit", callback=real(1e-3), help="Seconds per backend and size when several backends run."),
 ]
-Model = Annotated[str, typer.Option(help="Model that sets the sizes (a name in moecomm.router.MODELS).")]
-Models = Annotated[str, typer.Option(help="Models that set the sizes (names in moecomm.router.MODELS).")]
 Layouts = Annotated[str, typer.Option("--layout", help="flat, expert, batched; several: flat,expert.")]
 Payloads = Annotated[
     str,

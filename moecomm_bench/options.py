@@ -108,7 +108,9 @@ def case_of(
     )
 
 
-Model = Annotated[str, typer.Option(help="Model that sets sizes and gate (a name in moecomm.router.MODELS).")]
+Model = Annotated[str, typer.Option(help="Model that sets the sizes (a name in moecomm.router.MODELS).")]
+Models = Annotated[str, typer.Option(help="Models that set the sizes (names in moecomm.router.MODELS).")]
+GatedModel = Annotated[str, typer.Option(help="Model that sets sizes and gate (a name in moecomm.router.MODELS).")]
 Hidden = Annotated[int | None, typer.Option(callback=whole(1), help="Columns of a token, replacing the model's.")]
 Intermediate = Annotated[
     int | None, typer.Option(callback=whole(1), help="Columns inside an expert, replacing the model's.")

@@ -18,6 +18,7 @@ from moecomm_bench.options import (
     Hidden,
     Intermediate,
     Json,
+    Model,
     Ranks,
     Routing,
     Topk,
@@ -25,7 +26,6 @@ from moecomm_bench.options import (
     inner_of,
 )
 
-Model = Annotated[str, typer.Option(help="Model that sets the sizes (a name in moecomm.router.MODELS).")]
 DECODED, STEPS = Default(60, 4), Default(100, 10)  # layers, steps
 TRAINED, TRAINED_TOKENS, REPLAYS = Default(4, 2), Default("4096", "128"), Default(10, 3)
 _LAYERS = "Layers of a step."

@@ -5,14 +5,41 @@ The twin of `Packets` in csrc/dispatch/packets.cuh and `Packing` in csrc/combine
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from moecomm import _native
 from moecomm.backends.lsa_kernels import dispatch_spec, is_multi_domain
 from moecomm.base import packets
+from moecomm.base.formats import FORMATS
 from moecomm.base.packets import Packets
 from moecomm.base.protocol import LINE_BYTES, LINE_WORDS, QUANT_GROUP
+from moecomm_bench.case import GIVEN
 
 _WORD = 8  # bytes
 _STEP = 4  # lines that a warp stores at once
+
+
+class Row(NamedTuple):
+    """A row that dispatch sends in packets: how it is cut, and the bytes of its columns and of its scales."""
+
+    cut: Packets
+    row_bytes: int
+    scale_bytes: int
+
+
+def row_of(payload: str, hidden: int, topk: int) -> Row | None:
+    """Return the row of a payload (moecomm_bench.case.PAYLOADS) inside one domain; None if it can't be cut."""
+    name, cast = payload.removesuffix(GIVEN).partition("-")[0], {}
+    if name == "bf16":
+        row_bytes, scale_bytes = 2 * hidden, 0
+    else:
+        fmt = FORMATS[name]
+        size = 1 if "ue8m0" in payload else 0 if fmt.scales is None else fmt.scales.itemsize
+        row_bytes, scale_bytes = fmt.row_bytes(hidden), -(-fmt.scale_columns(hidden) * size // 4) * 4
+        if isinstance(fmt.group, int) and size and not payload.endswith(GIVEN):
+            cast = {"scale_size": size, "group_bytes": fmt.row_bytes(fmt.group)}
+    cut = packets.of_dispatch(row_bytes, scale_bytes, topk, **cast)
+    return None if cut is None else Row(cut, row_bytes, scale_bytes)
 
 
 def of_dispatch(args: _native.DispatchArgs) -> int | None:

@@ -14,13 +14,14 @@ from moecomm.backends.windows import extensions
 from moecomm.backends.windows.extensions import Extensions
 from moecomm.dispatch import chunks
 from moecomm.ranks.collective import NoRoom
+from moecomm.ranks.session import Heap
 from moecomm.ranks.settings import Settings
 
 
 @contextmanager
 def fixed_windows() -> Iterator[None]:
     """Let windows of CPU ranks keep the size that they open with, as those of NCCL and NVSHMEM do."""
-    with patch.object(HostSession, "extend", lambda session, nbytes: None):
+    with patch.object(HostSession, "extend", lambda session, nbytes, heap: None):
         yield
 
 
@@ -29,8 +30,8 @@ def late_windows() -> Iterator[None]:
     """Let CPU ranks use memory in the third call that asks for it, as GPUs whose peers map it later."""
     extend, offered = HostSession.extend, {}
 
-    def late(session: HostSession, nbytes: int) -> tuple[int, int] | None:
-        found, asked = offered.get(id(session)) or (extend(session, nbytes), 0)
+    def late(session: HostSession, nbytes: int, heap: Heap) -> tuple[int, int] | None:
+        found, asked = offered.get(id(session)) or (extend(session, nbytes, heap), 0)
         offered[id(session)] = (found, asked + 1) if asked < 2 else None
         return found if asked == 2 else None
 
@@ -46,15 +47,20 @@ class _HostWindow:
 
     def __init__(self, session: HostSession, take: Callable[..., Any], words: list[int]) -> None:
         self._session, self._take, self._words = session, take, words
+        self._end = session._taken
 
-    def extend(self, nbytes: int) -> tuple[int, int, None]:
-        if (found := self._take(self._session, nbytes)) is None:
+    def extend(self, nbytes: int, kept: ExitStack) -> tuple[int, int, None]:
+        self._session._taken = self._session._last = self._end
+        if (found := self._take(self._session, nbytes, None)) is None:
             raise NoRoom("the window has no more addresses")
         return *found, None
 
+    def take(self, end: int) -> None:
+        self._end = end
+
     def extent(self, rank: int) -> int:
         if rank == self._session.context.rank:
-            return int(self._session._taken)
+            return self._end
         return _native.read_word(self._words[rank] + extensions._EXTENTS + 4 * rank) * 4096
 
 
@@ -83,7 +89,7 @@ def agreeing_windows() -> Iterator[None]:
         "agrees": property(lambda session: session.context.shape.ranks > 1),
         "offers": property(lambda session: None if session.extensions is None else session.extensions.offers),
         "extending": property(lambda session: session.extensions.pending),
-        "extend": lambda session, nbytes: session.extensions.extend(nbytes),
+        "extend": lambda session, *how: session.extensions.extend(*how),
         "admit": lambda session: session.extensions.admit(),
         "grow": lambda session, *how: session.extensions.grow(*how),
     }

@@ -41,6 +41,7 @@ SIZES: dict[str, Any] = {
 }
 X, IDS = torch.arange(1.0, 5.0)[:, None].repeat(1, 64), torch.arange(8).view(4, 2) % 4
 HANDLES = {code for name, code in dis.opmap.items() if name.startswith("CALL") or name in ("JUMP_BACKWARD", "RESUME")}
+CATCHES = dis.opmap.get("PUSH_EXC_INFO")  # where a call has raised, and no handler runs
 PACKAGE = str(Path(moecomm.__file__).parent)
 
 
@@ -77,8 +78,8 @@ def interrupted(
         frame.f_trace_opcodes = True
         counts = counts or begun()
         if event == "opcode":
-            handles = anywhere or last.get(frame) in HANDLES
-            last[frame] = frame.f_code.co_code[frame.f_lasti]
+            before_it, last[frame] = last.get(frame), frame.f_code.co_code[frame.f_lasti]
+            handles = anywhere or (before_it in HANDLES and last[frame] != CATCHES)
             if counts and handles:
                 if left == 0:
                     sys.settrace(before)
@@ -96,6 +97,7 @@ def interrupted(
         return True
     finally:
         sys.settrace(before)
+        last.clear()  # frames refer to `trace`: no cycle may keep what they hold
         if collects:
             gc.enable()
     return False

@@ -147,11 +147,29 @@ Raises:
 `reserved`, which is `arena` or memory behind it.  Blocks in extensions stay, too.
 `agreed`: a round of which no rank needs more bytes than this finds room on all ranks.)")
         .def(py::init<std::shared_ptr<Arena>>(), py::arg("arena"))
-        .def_readwrite("first_row", &HeapParts::first_row)
-        .def_readwrite("end", &HeapParts::end)
-        .def_readwrite("reserve", &HeapParts::reserve)
-        .def_readwrite("reserved", &HeapParts::reserved)
+        .def_readonly("first_row", &HeapParts::first_row)
+        .def_readonly("end", &HeapParts::end)
+        .def_readonly("reserve", &HeapParts::reserve)
+        .def_readonly("reserved", &HeapParts::reserved)
         .def_readwrite("agreed", &HeapParts::agreed)
+        .def_readonly("replayed", &HeapParts::replayed, "Blocks of earlier reserves, which graphs write to: a copy.")
+        .def("divide", &HeapParts::divide, py::arg("first_row"), py::arg("reserve"),
+             R"(Give the end of the arena to the reserve, and let rows begin at `first_row`.
+
+Raises:
+    RuntimeError: the reserve has moved.)")
+        .def(
+            "move_reserve",
+            [](HeapParts& parts, std::shared_ptr<Arena> to, const std::vector<std::pair<std::shared_ptr<Arena>, u64>>& others,
+               std::vector<std::shared_ptr<Block>> replayed) {
+                std::vector<Extension> extensions;
+                for (const auto& [arena, first_row] : others) extensions.push_back({arena, first_row});
+                parts.move_reserve(std::move(to), std::move(extensions), std::move(replayed));
+            },
+            py::arg("to"), py::arg("others"), py::arg("replayed"),
+            R"(Let the reserve be all of an arena behind the first one.
+
+`others`: arenas for blocks that stay, and where rows begin there.  `replayed`: blocks that are never freed.)")
         .def(
             "extend",
             [](HeapParts& parts, std::shared_ptr<Arena> arena, u64 first_row) {

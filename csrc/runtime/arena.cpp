@@ -1,6 +1,7 @@
 #include "arena.h"
 
 #include <algorithm>
+#include <iterator>
 #include <stdexcept>
 #include <string>
 
@@ -81,6 +82,21 @@ void Block::shrink(u64 bytes) {
     const u64 keep = units(bytes), had = units(bytes_);
     bytes_ = bytes;
     if (had > keep) arena_->return_forward_chunk(offset_ + keep, had - keep);
+}
+
+void HeapParts::divide(u64 first_row, u64 reserve) {
+    if (reserved != arena) throw std::logic_error("the reserve has moved to memory that the window has taken");
+    this->first_row = first_row;
+    this->reserve = std::min(align_up(reserve, Arena::kAlignment), arena->end() - arena->begin());
+    end = arena->end() - this->reserve;
+}
+
+void HeapParts::move_reserve(std::shared_ptr<Arena> to, std::vector<Extension> others, std::vector<std::shared_ptr<Block>> replayed) {
+    std::move(others.begin(), others.end(), std::back_inserter(extensions));
+    std::move(replayed.begin(), replayed.end(), std::back_inserter(this->replayed));
+    reserved = std::move(to);
+    end = reserved->begin();
+    reserve = reserved->end() - end;
 }
 
 std::shared_ptr<Block> HeapParts::allocate_tables(u64 bytes) const {

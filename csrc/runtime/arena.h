@@ -63,9 +63,14 @@ struct Extension {
     u64 first_row;  // rows begin there, where they can
 };
 
-// Where blocks of a heap go: see moecomm.rounds.memory.  Offsets and bytes.
+// Where blocks of a heap go: see moecomm.rounds.memory.  Offsets and bytes.  An interrupt of Python comes before a change or after it.
 struct HeapParts {
     explicit HeapParts(std::shared_ptr<Arena> heap) : arena(std::move(heap)), reserved(arena) {}
+
+    // Give the end of the arena to the reserve, and let rows begin at `first_row`.  Throws std::logic_error if the reserve has moved.
+    void divide(u64 first_row, u64 reserve);
+    // Let the reserve be a whole arena behind the first one.  `others` are for blocks that stay; `replayed` blocks are never freed.
+    void move_reserve(std::shared_ptr<Arena> to, std::vector<Extension> others, std::vector<std::shared_ptr<Block>> replayed);
 
     std::shared_ptr<Arena> arena;
     std::shared_ptr<Arena> reserved;  // has the reserve, at its end
@@ -74,6 +79,7 @@ struct HeapParts {
     u64 reserve = 0;
     u64 agreed = ~u64{0};  // a round of which no rank needs more than this finds room on all ranks
     std::vector<Extension> extensions;
+    std::vector<std::shared_ptr<Block>> replayed;  // of earlier reserves, which graphs write to
 
     bool stays(const Block& block) const { return block.end() <= end || block.offset() >= reserved->end(); }
     // A block that stays, for tables or for rows; null if there is no such room.

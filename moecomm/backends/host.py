@@ -23,7 +23,7 @@ from moecomm.base.protocol import MAX_CHUNK, MAX_RANKS
 from moecomm.errors import BadInput
 from moecomm.ranks.collective import all_or_none, open_windows
 from moecomm.ranks.group import Rendezvous
-from moecomm.ranks.session import Schedule
+from moecomm.ranks.session import Heap, Schedule
 from moecomm.rounds import failures
 
 _ADDRESSES = 32 << 30  # for the heap of a window, which takes memory where it is written
@@ -99,7 +99,7 @@ class HostSession:
         self._counters = peers.addresses[ranks.rank] + context.window.counters
         self._placement = peers.addresses[ranks.rank] + context.window.placement
         self._counter_bytes = context.window.staging - context.window.counters
-        self.nbytes = self._taken = peers.nbytes
+        self.nbytes = self._taken = self._last = peers.nbytes
         self._announced = False  # to peers, that this rank leaves
         self._round = _native.Turn()  # of the thread that runs one: the process may end meanwhile, which closes
         self._runner = _native.HostRunner(self._round)
@@ -239,17 +239,20 @@ class HostSession:
             self.abort(failures.Failure.peer_lost, rank)
         return dead
 
-    def extend(self, nbytes: int) -> tuple[int, int] | None:
+    def extend(self, nbytes: int, heap: Heap) -> tuple[int, int] | None:
         """Take more of the window, of which peers have mapped all addresses."""
+        if self._last < self._taken and not heap.holds(self._last):  # an interrupt came before its use
+            self._taken = self._last
         size = -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
         if self._window is None or self._taken + size > self._window.nbytes:
             return None
-        begin, self._taken = self._taken, self._taken + size
+        begin = self._last = self._taken
+        self._taken += size
         self.nbytes = self._taken
         return begin, size
 
     def grow(
-        self, nbytes: int, missing: Callable[[int], int], ranks: Collection[int], meet: Callable[[], None]
+        self, nbytes: int, heap: Heap, ranks: Collection[int], meet: Callable[[], None]
     ) -> tuple[int, tuple[int, int] | None] | None:
         """Do nothing: ranks do not agree, because memory of extend() is there at once."""
         raise AssertionError(self.agrees)

@@ -31,7 +31,7 @@ from moecomm.gpu import cuda_driver, expert_table, plain_kernel, tuning
 from moecomm.ranks.collective import all_or_none
 from moecomm.ranks.group import Rendezvous
 from moecomm.ranks.pages import EXTENSIONS
-from moecomm.ranks.session import RowTables, Schedule
+from moecomm.ranks.session import Heap, RowTables, Schedule
 from moecomm.rounds import failures
 
 if TYPE_CHECKING:
@@ -319,11 +319,11 @@ class LsaSession:
     def extending(self) -> bool:
         return self._extensions is not None and self._extensions.pending
 
-    def extend(self, nbytes: int) -> tuple[int, int] | None:
+    def extend(self, nbytes: int, heap: Heap) -> tuple[int, int] | None:
         if self._extensions is None or self._window is None:
             return None
         with torch.cuda.device(self.device), cuda_driver.relaxed_captures():
-            found = self._extensions.extend(nbytes)
+            found = self._extensions.extend(nbytes, heap)
         self.nbytes = self._window.nbytes
         return found
 
@@ -332,11 +332,11 @@ class LsaSession:
         return self._extensions is not None and self._ranks > 1
 
     def grow(
-        self, nbytes: int, missing: Callable[[int], int], ranks: Collection[int], meet: Callable[[], None]
+        self, nbytes: int, heap: Heap, ranks: Collection[int], meet: Callable[[], None]
     ) -> tuple[int, tuple[int, int] | None] | None:
         assert self._extensions is not None and self._window is not None, "ranks agree"
         with torch.cuda.device(self.device), cuda_driver.relaxed_captures():
-            found = self._extensions.grow(nbytes, missing, ranks, meet)
+            found = self._extensions.grow(nbytes, heap, ranks, meet)
         self.nbytes = self._window.nbytes
         return found
 
@@ -354,6 +354,8 @@ class LsaSession:
         with all_or_none(ranks), torch.cuda.device(self.device):
             torch.cuda.synchronize(self.device)  # a graph may have been replayed on any stream
             window.release()
+            if self._extensions is not None:
+                self._extensions.release()
         self.nbytes = window.nbytes
 
     def restore(self, ranks: Rendezvous) -> None:

@@ -24,7 +24,7 @@ _NAN = 255
 _MAGNITUDES = tuple(4 * i for i in range(_VALUES))
 _SIGNS = (7, 15, 23, 31, 3, 11, 19, 27)
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_OF_HALVES = (0, 1, 2, 3, 4, 4, 5, 5, 6, 6, 6, 6, 7)  # code of a magnitude, by its multiple of 0.5
+_OF_HALVES = (0, 1, 2, 3, 4, 4, 5)  # code of a magnitude up to 3, by its multiple of 0.5
 
 
 class PackedMxfp4(NamedTuple):
@@ -92,7 +92,8 @@ def _pack(values: torch.Tensor, of_values: torch.Tensor, data: torch.Tensor, sca
     base = (largest - _MOST_RISE - _LEAST_EXPONENT).clamp(min=1)
     rise = torch.where(counts, exponents - base[:, :, None] - _LEAST_EXPONENT, 0)
     if bool((rise < 0).any()):
-        wide = torch.tensor(_E2M1, device=device)[(codes & 7).int()] * torch.exp2(rise.clamp(max=0).float())[..., None]
+        lower = torch.exp2(rise.clamp(max=-1).float())[..., None]  # where rise is negative, the only values that count
+        wide = torch.tensor(_E2M1, device=device)[(codes & 7).int()] * lower
         halves = torch.tensor(_OF_HALVES, dtype=torch.uint8, device=device)[(2 * wide).round().int()]
         codes = torch.where((rise < 0)[..., None], codes & 8 | halves, codes)
         rise = rise.clamp(min=0)

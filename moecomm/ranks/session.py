@@ -1,8 +1,8 @@
 """The contract of a backend: how ranks reach each other's memory, and who runs a round.
 
 A backend opens a Session: the window of every rank, mapped where this rank can load from it and store to it
-(`context.peers`, 0 where it can't), and an executor for dispatch and combine.  Other modules ask no more than whether a
-round is over when its call returns (synchronous).
+(`context.peers`, 0 where it can't), and an executor for dispatch and combine.  Other modules distinguish backends only
+by whether a round is over when its call returns (`synchronous`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,21 @@ class Schedule(NamedTuple):
     chunk_tokens: int  # tokens of a signal: 1, 2, 4, 8, 16 or 32.  A combine has that of its dispatch
 
 
+class Heap(Protocol):
+    """The memory of a window that rounds take blocks from."""
+
+    def missing(self, nbytes: int) -> int:
+        """Return the bytes that this rank's window lacks for a round of so many; 0: none."""
+        ...
+
+    def holds(self, offset: int) -> bool:
+        """Return whether memory at this offset of the window is in use, or free for rounds.
+
+        An interrupt may come after extend() or grow() and before their result is in use; then they return it again.
+        """
+        ...
+
+
 class RowTables(Protocol):
     """Hashes of the rows that combines of CPU ranks move, of all ranks."""
 
@@ -44,7 +59,7 @@ class Maskable(Protocol):
         ...
 
     def begun(self) -> list[str]:
-        """Return, by rank, the operation of the round after the last one here if that rank has begun it, else ""."""
+        """Return by rank the operation of the round that follows the last one here, or "" if it has not begun there."""
         ...
 
     def excluded(self) -> bool:
@@ -52,11 +67,11 @@ class Maskable(Protocol):
         ...
 
     def exclude(self, rank: int) -> None:
-        """Let a rank's waits end, and its rounds fail, until it resumes; it passes that on to nobody."""
+        """End the waits of another rank, and let its rounds fail until it resumes.  No further rank learns of it."""
         ...
 
     def interrupt(self, rank: int) -> None:
-        """End the round that a rank has begun and in which it waits for this one; it raises Aborted."""
+        """End the round in which another rank waits for this one.  That rank raises Aborted."""
         ...
 
     def forget_interrupts(self) -> None:
@@ -86,7 +101,7 @@ class Session(Maskable, Protocol):
     device: torch.device
     context: _native.Context  # peers, shape, window, rank, record, abort_host: filled; timeout_ns is the Buffer's
     nbytes: int  # memory this rank holds for the Buffer
-    extensible: int  # of Shape.heap_bytes, those at its end for which there is no memory before extend()
+    extensible: int  # bytes at the end of Shape.heap_bytes that have no memory before extend()
     owner: object  # outlives every tensor in the window
     casts_formats: bool  # the executor casts rows to other formats than "fp8" on the way
     reduced_rows_in_heap: bool  # CombineArgs.reduced_rows: reduced rows may have a place each
@@ -198,31 +213,34 @@ class Session(Maskable, Protocol):
         """Return the ranks known to be gone, and why; with this rank's number, why its own rounds can't run."""
         ...
 
-    def extend(self, nbytes: int) -> tuple[int, int] | None:
+    def extend(self, nbytes: int, heap: Heap) -> tuple[int, int] | None:
         """Take memory for at least `nbytes` more of the heap, on this rank alone, also in a capture.
 
         Returns:
-            Its offset in the window, and its bytes: peers reach it in the rounds of calls from now on.  None: there is
-            no more, or not all peers have mapped it yet.  What they have mapped later may be what an earlier call asked
-            for, and smaller.
+            Its offset in the window, and its bytes; peers reach it in all later rounds.  None: there is no more, or
+            some peer has not mapped it yet.  When all peers have, a later call returns it, even if that call asks for
+            more bytes.
         """
         ...
 
     @property
     def agrees(self) -> bool:
-        """Return whether ranks use what extend() takes late, and agree by grow() on what a round needs at once."""
+        """Return whether memory of extend() has to be mapped by peers first.
+
+        Then ranks call grow() ahead of a round that needs more memory than there is.
+        """
         ...
 
     def grow(
-        self, nbytes: int, missing: Callable[[int], int], ranks: Collection[int], meet: Callable[[], None]
+        self, nbytes: int, heap: Heap, ranks: Collection[int], meet: Callable[[], None]
     ) -> tuple[int, tuple[int, int] | None] | None:
-        """Take memory for rounds of `nbytes`, or as many as another rank needs.  Collective.
+        """Take memory for rounds of `nbytes`, or of more where another rank needs more.  Collective.
 
         Called when no rank is in a round, and not in a capture.
 
         Args:
             nbytes: bytes that this rank needs.
-            missing: returns the bytes that this rank's window lacks for a round of so many.
+            heap: of this rank.
             ranks: the ranks that make this call.
             meet: a barrier of these ranks.
 
@@ -239,7 +257,7 @@ class Session(Maskable, Protocol):
 
     @property
     def offers(self) -> ctypes.c_uint64 | None:
-        """Return a counter in memory of all ranks: where it has changed, a peer waits for admit(); None: nobody does.
+        """Return a counter that all ranks share: when it changes, a peer waits for admit().  None: no peer ever does.
 
         Valid while the session is open.
         """
@@ -248,7 +266,7 @@ class Session(Maskable, Protocol):
     def admit(self) -> int:
         """Wait for the rounds so far, and map the memory that peers offer.  Not in a capture.
 
-        Returns the value of offers() up to which all is mapped.
+        Returns the value of the counter `offers` from before the mapping.
         """
         ...
 

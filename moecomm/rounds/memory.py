@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from moecomm import _native
 from moecomm.errors import BadInput
+from moecomm.ranks.session import Heap
 
 _UNIT = 256  # bytes; an arena hands out multiples of it
 _SLACK = 16 * _UNIT
@@ -50,7 +51,7 @@ class WindowMemory:
         capturing: Callable[[], bool],
         tables: int = 0,
         reserve: int = 0,
-        extend: Callable[[int], tuple[int, int] | None] = lambda _: None,
+        extend: Callable[[int, Heap], tuple[int, int] | None] = lambda nbytes, heap: None,
         agrees: bool = False,
     ) -> None:
         self.arena = arena
@@ -58,8 +59,7 @@ class WindowMemory:
         self._capturing, self._extend_window, self._agrees = capturing, extend, agrees
         self._tables_of_graphs: _Pieces = []  # apart from rows: other graphs may need more of the one or the other
         self._rows_of_graphs: _Pieces = []
-        self._graphs_use_reserve = False
-        self._reserves_of_graphs: list[_native.Block] = []  # earlier ones, which replays still write to
+        self._reserve_of_graphs: _native.Arena | None = None  # the last one that graphs have scratch in
         self._warned = False
         self.divide(tables, reserve)
 
@@ -68,6 +68,9 @@ class WindowMemory:
 
         The rest is for rows, and a little of the tables' part, because blocks begin at multiples of 256.  A round that
         takes more than the reserve enlarges it.  All ranks give the same reserve.
+
+        Raises:
+            RuntimeError: the reserve has moved to an extension.
         """
         self._divide(tables, reserve)
         self._opened = self.parts.reserve
@@ -79,10 +82,7 @@ class WindowMemory:
             self.parts.agreed = self._opened
 
     def _divide(self, tables: int, reserve: int) -> None:
-        parts = self.parts
-        parts.reserve = min(-(-reserve // _UNIT) * _UNIT, self.arena.end - self.arena.begin)
-        parts.end = self.arena.end - parts.reserve
-        parts.first_row = self.arena.begin + max(0, tables - _SLACK)
+        self.parts.divide(self.arena.begin + max(0, tables - _SLACK), reserve)
 
     @property
     def nbytes(self) -> int:
@@ -97,7 +97,7 @@ class WindowMemory:
     @property
     def held(self) -> int:
         """Bytes in blocks of eager rounds, which tensors or handles still hold."""
-        of_graphs = [piece for _, piece in self._tables_of_graphs + self._rows_of_graphs] + self._reserves_of_graphs
+        of_graphs = [piece for _, piece in self._tables_of_graphs + self._rows_of_graphs] + self.parts.replayed
         return self.used - sum(piece.nbytes for piece in of_graphs)
 
     @property
@@ -132,10 +132,15 @@ class WindowMemory:
         if block is None or (capturing and block.offset < self.parts.end):
             block = self._that_stays(nbytes, self.parts.allocate_rows, self._rows_of_graphs)
         elif capturing:
-            self._graphs_use_reserve = True
+            self._reserve_of_graphs = self.parts.reserved
         if block is None:
             raise self.no_room(nbytes)
         return block
+
+    def holds(self, offset: int) -> bool:
+        """Return whether blocks may come from this offset of the window."""
+        first = -(-offset // _UNIT) * _UNIT
+        return any(arena.begin <= first < arena.end for arena in self._arenas)
 
     def missing(self, nbytes: int) -> int:
         """Return the bytes that the window lacks for a reserve in which a round of so many finds room; 0: none.
@@ -155,18 +160,15 @@ class WindowMemory:
         """
         parts = self.parts
         if extension is not None:
-            before, end = parts.reserved, parts.end
-            if self._graphs_use_reserve:
-                self._reserves_of_graphs += _all_from(before, end)
-                self._graphs_use_reserve = False
+            before, others = parts.reserved, []
+            replayed = _all_from(before, parts.end) if self._reserve_of_graphs is before else []
             if self._reserve_has_moved:
-                parts.extend(before, self._first_row(before.begin, before.end - before.begin))
+                others.append((before, self._first_row(before.begin, before.end - before.begin)))
             offset, size = extension
             if (more := size - _reserve_for(nbytes)) >= _reserve_for(nbytes):
-                parts.extend(_native.Arena(offset, more), self._first_row(offset, more))
+                others.append((_native.Arena(offset, more), self._first_row(offset, more)))
                 offset, size = offset + more, size - more
-            parts.reserved = reserved = _native.Arena(offset, size)
-            parts.end, parts.reserve = reserved.begin, reserved.end - reserved.begin
+            parts.move_reserve(_native.Arena(offset, size), others, replayed)
         parts.agreed = max(parts.agreed, nbytes)
 
     @property
@@ -222,7 +224,7 @@ class WindowMemory:
 
     def _extend(self, nbytes: int) -> bool:
         """Take memory for a block of so many bytes and for as much as a round; False: there is none, or not yet."""
-        found = self._extend_window(max(nbytes, self.parts.reserve, self.nbytes // _STEPS) + _SLACK)
+        found = self._extend_window(max(nbytes, self.parts.reserve, self.nbytes // _STEPS) + _SLACK, self)
         if found is None:
             return False
         self.parts.extend(_native.Arena(*found), self._first_row(*found))

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from moecomm.tools.options import real, whole, written
-from moecomm_bench.options import Experts, Hidden, Intermediate, Json, Model, Routing, Topk
+from moecomm_bench.options import Experts, GatedModel, Hidden, Intermediate, Json, Routing, Topk
 from moecomm_bench.simulate.options import NIC, NicGbs
 
 app = typer.Typer(
@@ -30,7 +30,7 @@ def plan(
     us: Annotated[
         float, typer.Option(callback=real(0), help="Target: most microseconds of a layer; 0: the least time.")
     ] = 0.0,
-    model: Model = "deepseek-v3",
+    model: GatedModel = "deepseek-v3",
     hidden: Hidden = None,
     intermediate: Intermediate = None,
     topk: Topk = None,

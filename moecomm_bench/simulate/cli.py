@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moecomm.tools.options import real, whole, written
-from moecomm_bench.options import Experts, Hidden, Intermediate, Json, Model, Routing, Topk
+from moecomm_bench.options import Experts, GatedModel, Hidden, Intermediate, Json, Routing, Topk
 from moecomm_bench.simulate.options import NIC, NicEfficiency, NicGbs, NicLatency, NicMessages
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def predict(
     domains: Annotated[str, typer.Option(help="Numbers of NVLink domains: one or several.")] = "1,2,4,8",
     ranks: Annotated[int, typer.Option(callback=whole(1, 1 << 16), help="GPUs of a domain.")] = 8,
     tokens: Annotated[str, typer.Option(help="Tokens of a rank: one number or several.")] = "1,128,4096",
-    model: Model = "deepseek-v3",
+    model: GatedModel = "deepseek-v3",
     hidden: Hidden = None,
     intermediate: Intermediate = None,
     topk: Topk = None,

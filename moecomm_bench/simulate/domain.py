@@ -35,7 +35,7 @@ class DomainLoad:
 
     Attributes:
         tokens: tokens of a rank.
-        sent: bytes over its busier direction of NVLink, with the padding of packets.
+        sent: bytes over its busier direction of NVLink; of few tokens, those of the lines that kernels store.
         rows: rows that its blocks send or pull, its own included: one for each (token, rank).
         row_bytes: bytes of such a row.
         copied: bytes of rows that its blocks copy in their own memory: replicas of a dispatch, rows that a combine

@@ -19,7 +19,7 @@ from moecomm_bench.simulate.excluded import not_modelled, why_excluded
 from moecomm_bench.simulate.model import Rows, fan_out
 from moecomm_bench.simulate.nic import ModelNic
 from moecomm_bench.simulate.routing import DrawnGate, Spread, spread
-from moecomm_bench.simulate.rows import bytes_of, head_bytes, slow_bytes_of
+from moecomm_bench.simulate.rows import bytes_of, head_bytes, lines_of, slow_bytes_of
 
 _NOT_MODELLED = (FP8_WIRE, INT8_WIRE)  # variants of combines that the model lacks
 _CHUNK = 8  # tokens of a chunk in a combine of many, which results do not name
@@ -82,7 +82,8 @@ class MeasuredResult:
             return False
         others = float(routed.ranks.sum()) * (self.ranks - 1) / self.ranks
         widths = [
-            row.get("moved_bytes", row["wire_bytes"]) / (row["tokens"] * others * case["hidden"])
+            row.get("ideal_bytes", row.get("moved_bytes", row["wire_bytes"]))
+            / (row["tokens"] * others * case["hidden"])
             for row in self.found["rows"]
             if row.get("variant") == FP32_WIRE and row["what"] == "combine" and "wire_bytes" in row
         ]
@@ -239,6 +240,8 @@ def _parts(row: dict[str, Any], result: MeasuredResult) -> Iterator[MeasuredPart
         row_bytes = bytes_of(operation, row["payload"], case["hidden"], single)
         rows = Rows(
             row_bytes,
+            # Rows without `ideal_bytes` are older than packets that end with their content.
+            lines_of(operation, row["payload"], case["hidden"], case["topk"], single, whole="ideal_bytes" not in row),
             slow_bytes_of(operation, row["payload"], case["hidden"]),
             head_bytes(case["topk"], result.ranks) if what == "dispatch" and result.domains > 1 else 0,
             2 * case["hidden"],

@@ -38,7 +38,7 @@ from moecomm_bench.simulate.direct import Crossing
 from moecomm_bench.simulate.domain import FEW, MOST_FEW, Domain, DomainLoad, Operation
 from moecomm_bench.simulate.nic import ModelNic
 from moecomm_bench.simulate.routing import Array, Spread
-from moecomm_bench.simulate.rows import carries, header_bytes, packets_of, runs, words_of
+from moecomm_bench.simulate.rows import Lines, header_bytes, runs, words_of
 
 HT, LL, AUTO = "ht", "ll", "auto"
 
@@ -96,6 +96,7 @@ class Rows:
 
     Attributes:
         row_bytes: bytes of a row inside a domain.
+        lines: those of a row of few tokens inside a domain; None: few tokens take no lines.
         slow_row_bytes: bytes of a row that a forwarder puts, where a domain's sum is wider; 0: `row_bytes`.
         head_bytes: bytes beside a row between domains.
         y_bytes: bytes of a row that combine adds up; 0: `row_bytes`.
@@ -105,6 +106,7 @@ class Rows:
     """
 
     row_bytes: int
+    lines: Lines | None = None
     slow_row_bytes: int = 0
     head_bytes: int = 0
     y_bytes: int = 0
@@ -156,7 +158,7 @@ def fan_out(operation: Operation, spread: Spread, tokens: int, rows: Rows, block
     """Return the load of the busiest rank inside a domain in HT, which forwards tokens of all domains."""
     domains, ranks = spread.by_domain.shape
     everywhere = tokens * domains
-    in_packets = domains == 1 and carries(operation, rows.row_bytes, tokens, spread.topk, ranks)
+    in_packets = domains == 1 and rows.lines is not None and rows.lines.carry(tokens, spread.topk, ranks)
     return _load(operation, spread, spread.by_domain, (everywhere, tokens), rows, blocks, in_packets)
 
 
@@ -170,12 +172,12 @@ def _load(
     in_packets: bool,
 ) -> DomainLoad:
     """Return a load. `wanted` [D, L] are rows of a token by rank; `tokens` go through a rank, and are of a rank."""
-    cut = packets_of(operation, rows.row_bytes, spread.topk) if in_packets else None
+    sent_bytes = rows.lines.nbytes if in_packets and rows.lines is not None else rows.row_bytes
     passing, own = tokens
     handled = max(float(wanted.sum(axis=1).max()), float((wanted.shape[1] * wanted).max()))
     return DomainLoad(
         tokens=passing,
-        sent=passing * _busiest_nvlink(wanted) * (cut.token_bytes if cut else rows.row_bytes),
+        sent=passing * _busiest_nvlink(wanted) * sent_bytes,
         rows=passing * handled,
         row_bytes=rows.row_bytes,
         copied=0.0 if in_packets and operation.what == "combine" else _copied(operation, spread, own, rows),

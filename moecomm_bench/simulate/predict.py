@@ -18,7 +18,7 @@ from moecomm_bench.simulate.layer import HBM_GBS, gemm_us, layer
 from moecomm_bench.simulate.model import AUTO, Cost, Machine, Rows, cost
 from moecomm_bench.simulate.nic import SOURCES
 from moecomm_bench.simulate.routing import DrawnGate, Spread, recorded_spread, spread
-from moecomm_bench.simulate.rows import bytes_of, head_bytes, slow_bytes_of
+from moecomm_bench.simulate.rows import bytes_of, head_bytes, lines_of, slow_bytes_of
 
 _MOST_GPUS = 1 << 16
 
@@ -133,6 +133,7 @@ def _cost(operation: Operation, asked: SimulatedCase, machine: Machine, routed: 
     dispatches = operation.what == "dispatch"
     rows = Rows(
         bytes_of(operation, asked.payload, asked.hidden, single),
+        lines_of(operation, asked.payload, asked.hidden, asked.gate.topk, single),
         slow_bytes_of(operation, asked.payload, asked.hidden, asked.wire),
         head_bytes(asked.gate.topk, asked.ranks) if dispatches else 0,
         2 * asked.hidden,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 from moecomm.base import packets
+from moecomm_bench import stored
 from moecomm_bench.case import RoundsCase
 from moecomm_bench.ours import FP32_WIRE
 from moecomm_bench.simulate.domain import Operation
@@ -55,19 +57,36 @@ def words_of(operation: Operation, spread: Spread) -> int:
     return ranks * (spread.experts + ranks) if operation.what == "dispatch" else ranks
 
 
+class Lines(NamedTuple):
+    """The packets of a row, and the mean bytes that kernels store for it: its lines of 128 bytes."""
+
+    cut: packets.Packets
+    nbytes: float
+
+    def carry(self, tokens: float, topk: int, ranks: int) -> bool:
+        """Return whether so many tokens of a rank travel in packets inside one domain of so many ranks."""
+        # A Buffer for many tokens: its room is bounded by packets.room alone.
+        return self.cut.carry(int(tokens), topk, packets.room(ranks, 1 << 20, 4 * self.cut.token_bytes))
+
+
 @lru_cache(maxsize=1024)
-def packets_of(operation: Operation, row_bytes: int, topk: int) -> packets.Packets | None:
-    """Return how a row is cut into packets."""
-    if operation.what == "combine":
-        return packets.of_combine(row_bytes)
-    return packets.of_dispatch(-(-row_bytes // _PADDING) * _PADDING, 0, topk)
+def lines_of(
+    operation: Operation, payload: str, hidden: int, topk: int, single: float = 0.0, *, whole: bool = False
+) -> Lines | None:
+    """Return the lines of a row inside a domain; None if it can't be cut into packets.
 
-
-def carries(operation: Operation, row_bytes: int, tokens: float, topk: int, ranks: int) -> bool:
-    """Return True if so many tokens of a rank travel in packets inside one domain of so many ranks."""
-    cut = packets_of(operation, row_bytes, topk)
-    # A Buffer for many tokens: its room is bounded by packets.room alone.
-    return cut is not None and cut.carry(int(tokens), topk, packets.room(ranks, 1 << 20, 4 * row_bytes))
+    `single`: see bytes_of().  `whole`: as before commit c60f014f, when all packets of a row were equally long.
+    """
+    flat = operation.layout == "flat"
+    if operation.what == "dispatch":
+        if (row := stored.row_of(payload, hidden, topk)) is None:
+            return None
+        return Lines(row.cut, row.cut.token_bytes if whole else stored.dispatch_bytes(*row, topk, flat=flat))
+    exact = operation.variant == FP32_WIRE and not flat
+    row_bytes = (4 if exact else 2) * hidden
+    cut = packets.of_combine(row_bytes)
+    sums = cut.token_bytes if whole else stored.combine_bytes(cut, row_bytes, exact=exact)
+    return Lines(cut, single * stored.single_bytes(cut) + (1 - single) * sums if exact else sums)
 
 
 def runs(tokens: float, chunk_tokens: float, wanted: float) -> float:

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from moecomm.tools.options import whole, written
-from moecomm_bench.options import numbers
+from moecomm_bench.options import Model, Models, numbers
 
 app = typer.Typer(
     invoke_without_command=True,
@@ -17,7 +17,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Models = Annotated[str, typer.Option("--model", help="Models that set the sizes (names in moecomm.router.MODELS).")]
 MODELS = "deepseek-v3,qwen3-235b,mixtral-8x7b,gpt-oss-120b"
 Replays = Annotated[int, typer.Option(callback=whole(1), help="Timed repetitions of each candidate.")]
 Ranks = Annotated[int | None, typer.Option(help="Number of processes; default: one per GPU.")]
@@ -35,9 +34,7 @@ Json = Annotated[
 @app.callback()
 def rounds(
     context: typer.Context,
-    model: Annotated[
-        str, typer.Option(help="Model that sets the sizes (a name in moecomm.router.MODELS).")
-    ] = "deepseek-v3",
+    model: Model = "deepseek-v3",
     tokens: Annotated[
         str, typer.Option(help="Sizes to measure; each entry holds up to its size.")
     ] = "4,16,132,512,2048,16384",

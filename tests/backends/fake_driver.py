@@ -142,7 +142,8 @@ class FakeDriver:
         return (Status.CUDA_SUCCESS,)
 
     def cuMemUnmap(self, address: int, nbytes: int) -> tuple[Any, ...]:
-        del self.mapped[address]
+        if self.mapped.pop(address, None) is None:
+            return (Status.CUDA_ERROR_INVALID_VALUE,)
         return (Status.CUDA_SUCCESS,)
 
     def cuMemAddressFree(self, address: int, nbytes: int) -> tuple[Any, ...]:

@@ -161,10 +161,13 @@ class ExtensibleMemory(HostMemoryWindow):
         super().__init__(ranks, 2 * nbytes)
         self.nbytes = nbytes
 
-    def extend(self, nbytes: int) -> tuple[int, int, None]:
+    def extend(self, nbytes: int, kept: object) -> tuple[int, int, None]:
         assert nbytes <= self.STEP
         self.nbytes += self.STEP
         return self.nbytes - self.STEP, self.STEP, None
+
+    def take(self, end: int) -> None:
+        """Do nothing: the extent is all of it."""
 
     def extent(self, rank: int) -> int:
         return self.STEP * (1 + 2 * self._size // self.STEP)
@@ -180,22 +183,23 @@ def test_a_session_extends_its_window(monkeypatch: pytest.MonkeyPatch) -> None:
     sessions: list[Any] = run_ranks(2, lambda group: lsa.LsaSession(group, shape_of(2), DEVICE, 5.0, FakeReach))
     assert not [error for error in sessions if isinstance(error, Exception)]
     first, second = sessions
+    heap_of_none = SimpleNamespace(holds=lambda offset: False)
     size, heap = first.nbytes, shape_of(2).heap_bytes
     assert first.extensible == size and first.context.shape.heap_bytes == heap + size
     assert first.context.in_heap(first.context.peers[0] + 2 * size - 256)
-    assert first.extend(100) is None and first.extending and first.nbytes == size + ExtensibleMemory.STEP
+    assert first.extend(100, heap_of_none) is None and first.extending and first.nbytes == size + ExtensibleMemory.STEP
     capturing = True
     monkeypatch.setattr(second, "capturing", lambda: capturing)
     rounds = RoundState.__new__(RoundState)
     rounds.session = second
     rounds.offers, rounds._admitted, rounds._open, rounds.released = second.offers, 0, True, False
     rounds.admit()
-    assert first.extend(100) is None
+    assert first.extend(100, heap_of_none) is None
     capturing = False
     for _ in range(2):
         rounds.admit()
         assert rounds._admitted == 1
-    assert first.extend(100) == (size, ExtensibleMemory.STEP) and not first.extending
+    assert first.extend(100, heap_of_none) == (size, ExtensibleMemory.STEP) and not first.extending
     gone = weakref.ref(first.owner)
     gc.disable()
     try:
@@ -205,7 +209,7 @@ def test_a_session_extends_its_window(monkeypatch: pytest.MonkeyPatch) -> None:
         assert gone() is None, "no cycle keeps it"
     finally:
         gc.enable()
-    assert first.extend(100) is None
+    assert first.extend(100, heap_of_none) is None
     rounds._open = False
     rounds.admit()
 

@@ -21,6 +21,8 @@ from moecomm_bench import dispatch_combine
 from moecomm_bench.case import RoundsCase
 from moecomm_bench.cli import app
 from moecomm_bench.ours import IN_WINDOW, Ours, TimedOperation, operations
+from moecomm_bench.simulate.domain import Operation
+from moecomm_bench.simulate.rows import lines_of
 
 from ..conftest import Ranks
 from ..fresh_python import run_python
@@ -203,6 +205,10 @@ def test_moved_bytes_of_packets_are_their_lines(ranks: Ranks) -> None:
         lines = -(-words // 15) + (row["what"] != "dispatch") * sums
         if row["variant"] != "fp32 wire":
             assert row["moved_bytes"] == pytest.approx(traffic["wire"] * 128 * lines)
+            if row["what"] != "pair":
+                operation = Operation(row["what"], row["layout"], row["variant"])
+                predicted = lines_of(operation, row["payload"], HIDDEN, TOPK)
+                assert predicted is not None and predicted.nbytes == 128 * lines, "as `moecomm simulate` counts them"
             assert row["ideal_bytes"] < row["moved_bytes"]
 
 

@@ -6,6 +6,7 @@ import itertools
 import random
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from moecomm import _native
 from moecomm.rounds.memory import WindowMemory
 
 from ..backends.conftest import run_ranks
+from ..test_interrupts import interrupted
 
 
 def ranges(blocks: Sequence[_native.Block]) -> set[range]:
@@ -129,7 +131,7 @@ class Addresses:
         self._end, self._calls, self._asked = begin, calls, 0
         self._offered: tuple[int, int] | None = None
 
-    def extend(self, nbytes: int) -> tuple[int, int] | None:
+    def extend(self, nbytes: int, heap: object = None) -> tuple[int, int] | None:
         if self._offered is None:
             self._offered, self._asked = (self._end, -(-nbytes // 4096) * 4096), 0
             self._end += self._offered[1]
@@ -236,6 +238,55 @@ def test_a_reserve_that_moves_leaves_nobody_behind(seed: int) -> None:
         for begin, end in spans:
             assert not any(begin < written.stop and written.start < end for written in replayed)
     assert memory.parts.extensions and memory.held == sum(-(-max(1, block.nbytes) // 256) * 256 for block in kept)
+
+
+def test_an_interrupt_at_any_instruction_of_a_growth_loses_no_memory() -> None:
+    """The reserve has moved with all that belongs to it, or is where it was."""
+    number, was = 0, True
+    while was:
+        capturing = True
+        memory = WindowMemory(_native.Arena(0, 1 << 16), lambda: capturing, 1 << 12, 1 << 14, agrees=True)  # noqa: B023
+        replayed = ranges([memory.scratch(1 << 10)])
+        first, second = (1 << 16, 1 << 17), (1 << 20, 1 << 20)
+        memory.grown(1 << 15, first)
+        replayed |= ranges([memory.scratch(1 << 10)])
+        capturing = False
+        was = interrupted(partial(memory.grown, 1 << 17, second), number)
+        if not memory.holds(second[0]):
+            assert memory.nbytes == (1 << 16) + first[1] and memory.parts.reserve >= 1 << 15
+            memory.grown(1 << 17, second)
+        assert memory.nbytes == (1 << 16) + first[1] + second[1] and memory.parts.reserve >= 1 << 17
+        assert memory.held == 0 and len(memory.parts.replayed) == 2, "of both reserves that graphs write to"
+        blocks = [memory.scratch(1 << 17), *(memory.rows(1 << 12) for _ in range(200))]
+        for graph in replayed:
+            assert not any(block.offset < graph.stop and graph.start < block.end for block in blocks)
+        number += 1
+    assert number > 100
+
+
+def test_an_interrupt_at_any_instruction_of_an_extension_loses_no_memory() -> None:
+    sizes: dict[str, Any] = {"hidden": 64, "num_experts": 2, "topk": 1, "max_tokens": 2, "backend": "host"}
+    number, was = 0, True
+    while was:
+        with moecomm.Buffer("self", **sizes) as buffer:
+            session, memory = buffer.rounds.session, buffer.rounds.memory
+            heap, size = session.nbytes - memory.nbytes, 2 * memory.nbytes
+            was = interrupted(partial(memory.rows, size), number)
+            kept = [memory.rows(size), memory.rows(size)]
+            assert session.nbytes - memory.nbytes == heap and len(kept) == 2, number
+            number += 1
+    assert number > 100
+
+
+def test_a_reserve_that_has_moved_is_not_divided() -> None:
+    memory = WindowMemory(_native.Arena(0, 1 << 16), lambda: False, 1 << 12, 1 << 14, agrees=True)
+    memory.divide(1 << 13, 1 << 15)
+    assert (memory.parts.end, memory.parts.agreed) == (1 << 15, 1 << 15)
+    memory.grown(1 << 17, (1 << 16, 1 << 18))
+    before = memory.parts.end, memory.parts.reserve, memory.parts.first_row
+    with pytest.raises(RuntimeError, match="the reserve has moved"):
+        memory.divide(1 << 13, 1 << 15)
+    assert (memory.parts.end, memory.parts.reserve, memory.parts.first_row) == before
 
 
 def test_copies_are_told_once() -> None:

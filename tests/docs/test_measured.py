@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
-from moecomm_bench import beside
+from moecomm.base import packets
+from moecomm_bench import beside, stored
 from moecomm_bench.simulate.excluded import FORMAT, GONE, HOST, PROXY, RINGS, SINGLE, SWEPT, THREADS
+from moecomm_bench.simulate.routing import DrawnGate, spread
 
 from ..overlap import test_table
 
@@ -252,8 +254,8 @@ def test_a_window_is_that_of_the_run_or_more_than_a_callers(monkeypatch: pytest.
     assert [tables.window_of(found, *found["rows"])[0] for found in layers] == ["3", ">"]
 
 
-def beside_others() -> dict[tuple[int, str, str, str, str], beside.SizedOperation]:
-    found = beside.operations(content("peers-h200-4"))
+def beside_others(result: str = "peers-h200-4") -> dict[tuple[int, str, str, str, str], beside.SizedOperation]:
+    found = beside.operations(content(result))
     return {(one.tokens, one.layout, one.what, one.payload, one.variant): one for one in found}
 
 
@@ -267,6 +269,43 @@ def test_pairs_are_as_far_from_another_library_as_the_result_says() -> None:
     assert re.findall(r"\d\.\d\d", measured) == [graph, alone, *(f"{one.ratio:.2f}" for one in many)]
     longer = [one.best["moecomm"].us - one.best["FlashInfer"].us for one in few]
     assert re.findall(r"\d\.\d", reason) == [f"{us:.1f}" for us in longer]
+    of_two = beside_others("peers-h200-2")
+    pairs = [
+        of_two[tokens, "flat", "pair", payload, "y in the window"]
+        for tokens in (128, 4096)
+        for payload in ("bf16", "fp8")
+    ]
+    measured, reason = aim("The same beside FlashInfer on 2 H200s")
+    assert re.findall(r"\d\.\d\d", measured) == [f"{one.ratio:.2f}" for one in pairs]
+    assert content("peers-h200-2")["date"] in reason
+
+
+def test_lines_and_shares_of_layouts_that_are_not_built_follow_from_what_there_is() -> None:
+    """Lines hold 15 words beside a tag, and would hold 16 without."""
+    (line,) = (line for line in DECISIONS.splitlines() if line.startswith("| Lines of packets without tags"))
+    shorter, today = [], []
+    for payload in ("bf16", "fp8"):
+        row = stored.row_of(payload, 7168, 8)
+        assert row is not None
+        today.append(stored.dispatch_bytes(*row, 8, flat=True) // 128)
+        words = (row.cut.row_bytes + row.cut.scale_bytes) // 8
+        shorter.append(-(-(words + 8) // 16) + (row.cut.number - 1) * -(-words // 16))  # entries in the first packet
+    cut = packets.of_combine(2 * 7168)
+    today.append(stored.combine_bytes(cut, 2 * 7168) // 128)
+    shorter.append(cut.number * -(-cut.row_bytes // 8 // 16))
+    said = re.findall(r"(\d+)(?: lines)? in place of (\d+)", line.split(" | ")[0])
+    assert said == [(f"{fewer}", f"{lines}") for fewer, lines in zip(shorter, today, strict=True)]
+    (ranked,) = (
+        line for line in DECISIONS.splitlines() if line.startswith("| A layout whose rows stay where they land")
+    )
+    pairs = {
+        key[0]: one.best["moecomm"].us for key, one in beside_others().items() if key[1:4] == ("flat", "pair", "fp8")
+    }
+    shares = 100 * 0.8 / pairs[128], 100 * 8 / pairs[4096], 100 * 12 / pairs[4096]
+    assert f"of {pairs[4096]:.0f} us" in ranked
+    assert "of {:.0f} % and of {:.1f} to {:.1f} % of the time in FP8".format(*shares) in ranked
+    even = float(spread(DrawnGate(256, 8), 1, 64).ranks[0])
+    assert f"on 64 ranks {1 / even:.1f} times the rows of even routing" in ranked
 
 
 def test_a_combine_of_rows_outside_is_as_far_behind_as_the_result_says() -> None:

@@ -2,11 +2,46 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from moecomm.base.choices import Activation
 from moecomm.testing.bounds import expected_gemm
+
+
+@dataclass(frozen=True)
+class WidenedCase:
+    """Sizes of a product whose kernel widens its weights."""
+
+    counts: tuple[int, ...]
+    depth: int
+    columns: int
+    activation: Activation | None = None
+    interleaved: bool = True
+    bias: bool = False
+
+    @property
+    def outputs(self) -> int:
+        """Columns of the result."""
+        return self.columns // (2 if self.activation else 1)
+
+    def device_counts(self) -> torch.Tensor:
+        return torch.tensor(self.counts, dtype=torch.int32, device="cuda")
+
+    def how(self, g: torch.Generator) -> dict[str, Any]:
+        """Arguments of grouped_gemm, with a bias that is drawn."""
+        bias = torch.randn(len(self.counts), self.columns, generator=g, device="cuda") if self.bias else None
+        return {"activation": self.activation, "interleaved": self.interleaved, "bias": bias}
+
+
+WIDENED = {
+    "gpt-oss w13": WidenedCase((0, 1, 7, 64, 300), 2880, 5760, "swigluoai", False, True),
+    "gpt-oss w2": WidenedCase((0, 1, 7, 64, 300), 2880, 2880, bias=True),
+    "one scale a row": WidenedCase((3, 90, 0, 31), 32, 8),
+    "three scales a row": WidenedCase((3, 300, 0, 31), 96, 392),
+}
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

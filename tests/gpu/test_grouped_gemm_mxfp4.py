@@ -7,28 +7,20 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from moecomm.base.choices import Activation
 from moecomm.fused import MXFP4_SCHEDULES, SCHEDULES, Mxfp4, grouped_gemm
 from moecomm.fused.fp4 import dequantize
 from moecomm.fused.kernels import Epilogue, gemm_kernel
 
 from ..emulator.test_mxfp4_gemm import every_value
 from .layers import compile_all
+from .products import WIDENED, WidenedCase
 
 pytestmark = pytest.mark.gpu1
 BF16, PLAIN = torch.bfloat16, SCHEDULES["64x8c1"]  # of widened weights; all schedules have the same bits
 
 
 @dataclass(frozen=True)
-class Case:
-    """Sizes of a product."""
-
-    counts: tuple[int, ...]
-    depth: int
-    columns: int
-    activation: Activation | None = None
-    interleaved: bool = True
-    bias: bool = False
+class Case(WidenedCase):
     batched: int = 0  # rows of an expert
     slack: int = 5  # rows behind the last expert's
     scales: tuple[int, int] = (118, 126)
@@ -36,11 +28,8 @@ class Case:
 
 
 CASES = {
-    "gpt-oss w13": Case((0, 1, 7, 64, 300), 2880, 5760, "swigluoai", False, True),
-    "gpt-oss w2": Case((0, 1, 7, 64, 300), 2880, 2880, bias=True),
+    **{name: Case(**vars(case)) for name, case in WIDENED.items()},
     "without a bias": Case((130, 257, 17, 0, 64, 1), 2880, 2880),
-    "one scale a row": Case((3, 90, 0, 31), 32, 8),
-    "three scales a row": Case((3, 300, 0, 31), 96, 392),
     "scales anywhere": Case((3, 300, 0, 31), 160, 392, at=3),
     "interleaved": Case((5, 0, 130, 257), 288, 400, "swiglu"),
     "apart": Case((5, 0, 130, 257), 288, 400, "swiglu", False),
@@ -95,11 +84,8 @@ def test_values_are_those_of_widened_weights(name: str, schedule: str) -> None:
     g = torch.Generator("cuda").manual_seed(1)
     shape = (len(case.counts), case.batched) if case.batched else (sum(case.counts) + case.slack,)
     x = torch.randn(*shape, case.depth, generator=g, device="cuda").to(BF16)
-    counts, w = torch.tensor(case.counts, dtype=torch.int32, device="cuda"), weights(case)
-    bias = torch.randn(len(counts), case.columns, generator=g, device="cuda") if case.bias else None
-    columns = case.columns // (2 if case.activation else 1)
-    outs = [torch.full((*shape, columns), -1.5, dtype=BF16, device="cuda") for _ in range(3)]
-    how = {"activation": case.activation, "interleaved": case.interleaved, "bias": bias}
+    counts, w, how = case.device_counts(), weights(case), case.how(g)
+    outs = [torch.full((*shape, case.outputs), -1.5, dtype=BF16, device="cuda") for _ in range(3)]
     for out in outs[:2]:
         grouped_gemm(x, w, counts, **how, out=out, schedule=MXFP4_SCHEDULES[schedule])
     grouped_gemm(x, dequantize(w), counts, **how, out=outs[2], schedule=PLAIN)
@@ -123,7 +109,7 @@ def test_a_graph_replays_with_the_counts_that_it_finds() -> None:
     case = CASES["without a bias"]
     w, total = weights(case), sum(case.counts)
     x = torch.randn(total, case.depth, device="cuda").to(BF16)
-    counts = torch.tensor(case.counts, dtype=torch.int32, device="cuda")
+    counts = case.device_counts()
     out = grouped_gemm(x, w, counts)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from moecomm.base.choices import Activation
 from moecomm.dispatch.reference import GROUP
 from moecomm.fused import FP8_SCHEDULES, PACKED_SCHEDULES, Fp8, PackedMxfp4, grouped_gemm, pack_mxfp4, packed_mxfp4
 from moecomm.fused.kernels import FP8, Epilogue, gemm_kernel
@@ -16,30 +15,20 @@ from moecomm.fused.kernels import FP8, Epilogue, gemm_kernel
 from ..emulator.test_packed_mxfp4_gemm import every_value
 from ..fused.test_packed_mxfp4 import as_fp8, weights, with_one_factor
 from .layers import compile_all
+from .products import WIDENED, WidenedCase
 
 pytestmark = pytest.mark.gpu1
 BF16, OF_FP8 = torch.bfloat16, FP8_SCHEDULES["64x5c1"]  # all schedules have the same bits
 
 
 @dataclass(frozen=True)
-class Case:
-    """Sizes of a product."""
-
-    counts: tuple[int, ...]
-    depth: int
-    columns: int
-    activation: Activation | None = None
-    interleaved: bool = True
-    bias: bool = False
+class Case(WidenedCase):
     cast: bool = False
 
 
 CASES = {
-    "gpt-oss w13": Case((0, 1, 7, 64, 300), 2880, 5760, "swigluoai", False, True, True),
-    "gpt-oss w2": Case((0, 1, 7, 64, 300), 2880, 2880, bias=True),
+    **{name: Case(**vars(case), cast=case.activation is not None) for name, case in WIDENED.items()},
     "without a bias": Case((130, 257, 17, 0, 64, 1), 1024, 2048),
-    "one scale a row": Case((3, 90, 0, 31), 32, 8),
-    "three scales a row": Case((3, 300, 0, 31), 96, 392),
     "interleaved": Case((5, 0, 130, 257), 288, 512, "swiglu", cast=True),
     "apart": Case((5, 0, 130, 257), 288, 512, "swiglu", False, cast=True),
     "more tiles than blocks": Case((700, 900), 320, 40 * 256),
@@ -73,18 +62,15 @@ def rows_of(case: Case) -> tuple[Fp8, torch.Tensor]:
     g, rows = torch.Generator("cuda").manual_seed(1), sum(case.counts) + 5
     data = (torch.randn(rows, case.depth, generator=g, device="cuda") * 60).clamp(-448, 448).to(FP8)
     scales = torch.rand(rows, -(-case.depth // GROUP), generator=g, device="cuda") / 64 + 0.004
-    return Fp8(data, scales), torch.tensor(case.counts, dtype=torch.int32, device="cuda")
+    return Fp8(data, scales), case.device_counts()
 
 
 def bytes_of(x: Fp8, w: PackedMxfp4 | Fp8, counts: torch.Tensor, case: Case, schedule: Any) -> list[torch.Tensor]:
     """Return the bytes of a product whose memory was 0, and of its scales."""
-    columns = case.columns // (2 if case.activation else 1)
-    g = torch.Generator("cuda").manual_seed(2)
-    bias = torch.randn(len(counts), case.columns, generator=g, device="cuda") if case.bias else None
-    how: dict[str, Any] = {"activation": case.activation, "interleaved": case.interleaved, "bias": bias}
-    out: Any = torch.zeros(len(x.data), columns, dtype=BF16, device="cuda")
+    how = case.how(torch.Generator("cuda").manual_seed(2))
+    out: Any = torch.zeros(len(x.data), case.outputs, dtype=BF16, device="cuda")
     if case.cast:
-        out = Fp8(out.to(FP8), torch.zeros(len(out), -(-columns // GROUP), device="cuda"))
+        out = Fp8(out.to(FP8), torch.zeros(len(out), -(-case.outputs // GROUP), device="cuda"))
         how["quantize"] = "fp8"
     grouped_gemm(x, w, counts, **how, out=out, schedule=schedule)
     return [tensor.view(torch.uint8) for tensor in (out if case.cast else (out,))]

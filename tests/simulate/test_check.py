@@ -141,6 +141,31 @@ def test_kinds_say_how_a_row_was_measured(tmp_path: Path) -> None:
         assert kinds == {f"one domain: 4 ranks, {kind}"}
 
 
+def test_rows_that_name_ideal_bytes_come_from_kernels_that_store_no_whole_packets(tmp_path: Path) -> None:
+    result = json.loads((RESULTS / "ll-h200-4.json").read_text())
+    rows = [
+        # Before, `moved_bytes` were those of rows and scales.
+        {**row, "ideal_bytes": row["moved_bytes"], "moved_bytes": 1.2 * row["moved_bytes"]}
+        if "us" in row and row["who"] == "moecomm"
+        else row
+        for row in result["rows"]
+    ]
+    path = tmp_path / "today.json"
+    path.write_text(json.dumps({**result, "rows": rows}))
+    [before], [today] = read(RESULTS / "ll-h200-4.json"), read(path)
+    lines = {
+        (one.what, one.layout, one.payload): (one.parts[0].rows.lines, other.parts[0].rows.lines)
+        for one, other in zip(rows_of(before), rows_of(today), strict=True)
+        if one.what != "pair" and one.parts[0].load.packets
+    }
+    for (what, _, payload), (whole, stored) in lines.items():
+        assert whole is not None and stored is not None
+        fewer = 7 * 128 if (what, payload) == ("dispatch", "bf16") else 0
+        assert whole.nbytes - stored.nbytes == fewer
+    assert ("dispatch", "flat", "bf16") in lines and ("combine", "flat", "") in lines
+    assert before.sends_single_rows and today.sends_single_rows
+
+
 def test_an_eager_operation_takes_the_host_at_least(tmp_path: Path) -> None:
     result = json.loads((RESULTS / "ll-h200-4.json").read_text())
     path = tmp_path / "eager.json"

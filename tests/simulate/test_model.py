@@ -10,19 +10,22 @@ import pytest
 import torch
 
 from moecomm.errors import BadInput
+from moecomm.router import MODELS
 from moecomm_bench.ours import BF16_WIRE, FP32_WIRE
 from moecomm_bench.simulate.direct import Crossing, DirectLine
 from moecomm_bench.simulate.domain import Domain, DomainLoad, Line, Operation, load
 from moecomm_bench.simulate.layer import gemm_us, layer
 from moecomm_bench.simulate.model import Machine, Rows, cost, fan_out
 from moecomm_bench.simulate.nic import ModelNic
+from moecomm_bench.simulate.predict import SimulatedCase, row
 from moecomm_bench.simulate.routing import DrawnGate, spread
-from moecomm_bench.simulate.rows import bytes_of, carries, packets_of, runs, slow_bytes_of
+from moecomm_bench.simulate.rows import bytes_of, lines_of, runs, slow_bytes_of
 
 DISPATCH, COMBINE = Operation("dispatch", "flat"), Operation("combine", "flat", "y in the window")
+EXACT = Operation("combine", "expert", FP32_WIRE)
 OPERATIONS = (DISPATCH, COMBINE)
 GATE = DrawnGate(256, 8, 8, 4)
-ROWS = Rows(7392)
+ROWS = Rows(7392, lines_of(DISPATCH, "fp8", 7168, 8))
 PLAIN = Rows(7392, joined=False, headers=False)  # of another library: nothing beside them
 SIZES = (0, 1, 2, 7, 31, 32, 33, 64, 65, 128, 129, 255, 256, 257, 511, 512, 513, 600, 1024, 4096, 4097, 16384)
 NO_LIMIT = ModelNic(inf, 0.0, inf)
@@ -40,10 +43,9 @@ def test_one_domain_is_the_line_of_the_domain(domain: Domain, operation: Operati
     words = 8 * (256 + 8) if operation.what == "dispatch" else 8
     for tokens in SIZES:
         found = cost(operation, routed, tokens, ROWS, Machine(domain, ModelNic(), num_sms=64))
-        cut = packets_of(operation, 7392, 8)
         few = tokens <= 512
-        assert cut is not None and carries(operation, 7392, tokens, 8, 8) == few
-        sent = tokens * 7 * wanted * (cut.token_bytes if few else 7392)
+        assert ROWS.lines is not None and ROWS.lines.carry(tokens, 8, 8) == few
+        sent = tokens * 7 * wanted * (64 * 128 if few else 7392)
         load_ = DomainLoad(tokens, sent, tokens * 8 * wanted, 7392, 0.0, 64, words, few)
         assert found.us == pytest.approx(domain.us(operation, load_)) and found.blocks == 64
         assert found.slow_us == found.slow_bytes == found.latency_us == 0
@@ -204,7 +206,7 @@ def test_round_headers_cross_to_every_rank(domain: Domain) -> None:
 
 
 def test_exact_rows_are_one_or_two_rows_of_y() -> None:
-    exact, rounded = Operation("combine", "expert", FP32_WIRE), Operation("combine", "expert", BF16_WIRE)
+    exact, rounded = EXACT, Operation("combine", "expert", BF16_WIRE)
     single = spread(DrawnGate(256, 8), 1, 8).single
     assert bytes_of(rounded, "", 7168) == 14336 and bytes_of(exact, "", 7168) == 28672
     assert bytes_of(exact, "", 7168, 1.0) == 14336
@@ -219,10 +221,49 @@ def test_exact_rows_are_one_or_two_rows_of_y() -> None:
 )
 def test_packets_carry_what_the_page_says(ranks: int, tokens: tuple[int, ...]) -> None:
     """The columns dispatch bf16 and FP8, combine bf16 and exact of docs/performance.md."""
-    for operation, row_bytes, most in zip(
-        (DISPATCH, DISPATCH, COMBINE, COMBINE), (14336, 7392, 14336, 28672), tokens, strict=True
-    ):
-        assert carries(operation, row_bytes, most, 8, ranks) and not carries(operation, row_bytes, most + 1, 8, ranks)
+    columns = [(DISPATCH, "bf16"), (DISPATCH, "fp8"), (COMBINE, ""), (EXACT, "")]
+    for (operation, payload), most in zip(columns, tokens, strict=True):
+        lines = lines_of(operation, payload, 7168, 8)
+        assert lines is not None and lines.carry(most, 8, ranks) and not lines.carry(most + 1, 8, ranks)
+
+
+@pytest.mark.parametrize(
+    ("layout", "payload", "hidden", "topk", "whole", "stored"),
+    [
+        ("flat", "bf16", 7168, 8, 128, 121),
+        ("expert", "bf16", 7168, 8, 128, 121),
+        ("flat", "fp8", 7168, 8, 64, 64),
+        ("flat", "fp8", 4096, 8, 42, 37),
+        ("expert", "fp8", 4096, 8, 42, 38),
+        ("batched", "fp8", 5120, 8, 48, 46),
+        ("expert", "fp8-ue8m0-column", 7168, 8, 70, 64),
+    ],
+)
+def test_a_row_of_few_tokens_takes_the_lines_that_kernels_store(
+    layout: str, payload: str, hidden: int, topk: int, whole: int, stored: int
+) -> None:
+    """Lines of docs/maintainers/decisions.md, today and as long as all packets of a row were equally long."""
+    dispatch = Operation("dispatch", layout)
+    for lines, equal in ((stored, False), (whole, True)):
+        found = lines_of(dispatch, payload, hidden, topk, whole=equal)
+        assert found is not None and found.nbytes == 128 * lines
+    for single, nbytes in ((0.0, 240), (1.0, 120), (0.6, 168)):
+        exact = lines_of(EXACT, "", 7168, 8, single)
+        assert exact is not None and exact.nbytes == pytest.approx(128 * nbytes), "half of the lines of a single row"
+
+
+@pytest.mark.parametrize("payload", ["bf16", "fp8", "fp8-given", "mxfp8", "int8_token-given", "nvfp4"])
+def test_predicted_rounds_of_few_tokens_move_the_lines_of_their_rows(domain: Domain, payload: str) -> None:
+    model = MODELS["qwen3-235b"]
+    gate, dispatch = DrawnGate(model.num_experts, model.topk), Operation("dispatch", "expert")
+    case = SimulatedCase("", model.hidden, 1536, gate, [1], 8, [128], "expert", payload)
+    moved = row(case, Machine(domain, ModelNic()), case.spread(1), 128)["dispatch"]["nvlink_bytes"]
+    lines = lines_of(dispatch, payload, model.hidden, model.topk)
+    assert lines is not None and moved == pytest.approx(128 * 7 * case.spread(1).ranks[0] * lines.nbytes, abs=1e-2)
+
+
+def test_rows_that_cannot_be_cut_take_no_lines() -> None:
+    assert lines_of(DISPATCH, "bf16", 100, 8) is None
 
 
 def test_skew_loads_the_busiest(domain: Domain) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -63,16 +64,22 @@ class ExtensibleWindow(Window, Protocol):
 
     more: int  # bytes of these addresses, as many on every rank
 
-    def extend(self, nbytes: int) -> tuple[int, int, int | None]:
-        """Map at least `nbytes` more of our own memory, beside kernels that use the window.
+    def extend(self, nbytes: int, kept: ExitStack) -> tuple[int, int, int | None]:
+        """Map at least `nbytes` more of our own memory behind extent(), beside kernels that use the window.
+
+        Memory that is there already goes: an interrupt has come before take().  `kept` closes the file descriptor.
 
         Returns:
-            Offset and bytes, and a file descriptor of the memory, which the caller closes; None: peers need none.
+            Offset and bytes, and a file descriptor of the memory; None: peers need none.
 
         Raises:
             NoRoom: out of device memory, or of addresses.
             RuntimeError: the driver refuses.
         """
+        ...
+
+    def take(self, end: int) -> None:
+        """Let the extent of our own window be `end`, up to which extend() has mapped it."""
         ...
 
     def extend_peer(self, rank: int, begin: int, nbytes: int, descriptor: int) -> None:

@@ -18,23 +18,39 @@ import socket
 import struct
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 from moecomm import _native
 from moecomm.backends.windows import ExtensibleWindow
 from moecomm.ranks.collective import all_or_none, close_descriptors, open_windows
 from moecomm.ranks.group import Rendezvous
+from moecomm.ranks.session import Heap
 
 log = logging.getLogger("moecomm")
 
 BYTES = 512  # of a rank's words
 # Their offsets: offers of all ranks so far, a u64 of rank 0 alone; of grow(), the units that the rank needs, and
-# whether it has taken and mapped memory, u32 each; the name of the rank's socket; u32 by rank, the extent of its window
-# that the rank has mapped, in units.
-_OFFERS, _NEED, _GROWN, _NAME, _EXTENTS = 0, 8, 12, 64, 128
+# whether it has taken and mapped memory, u32 each; how often it may have lost an offer, u32; the name of the rank's
+# socket; u32 by rank, the extent of its window that the rank has mapped, in units.
+_OFFERS, _NEED, _GROWN, _LOST, _NAME, _EXTENTS = 0, 8, 12, 16, 64, 128
 _NAME_BYTES, _UNIT = 16, 4096
 _OFFER = struct.Struct("<IQQ")  # rank, offset, bytes
 _CREDENTIALS = struct.Struct("<iII")  # struct ucred
 _SEND_S = 1.0  # between a rank's connection and its offer
+
+
+@dataclass(eq=False)
+class _Piece:
+    """Memory behind the window of this rank.
+
+    `descriptor` and `kept`, which closes it, are for peers that have not mapped the memory.  `is_sent`: to all of them.
+    """
+
+    begin: int
+    size: int
+    descriptor: int | None
+    kept: ExitStack
+    is_sent: bool = False
 
 
 class Extensions:
@@ -60,9 +76,11 @@ class Extensions:
         synchronize: Callable[[], None],
     ) -> None:
         self._window, self._synchronize, self._rank = window, synchronize, ranks.rank
-        self._offered: list[tuple[int, int]] = []  # offsets and bytes of memory that is not in use yet
+        self._pieces: list[_Piece] = []  # that are not known to be in use, by offset
         self._refused = False  # extend() tries no more
-        self._broken = False  # peers may have mapped another extent of this window than others
+        self._kept = ExitStack()  # of the piece that _take() makes
+        self._maps = False  # _map_offers() has begun and not ended
+        self._lost = 0  # the sum of what ranks have told of lost offers
         self._opened = [] if words is not None else open_windows(ranks, BYTES, timeout_s)[1]
         self._words = [page.address for page in self._opened] if words is None else list(words)
         with ExitStack() as undo:
@@ -78,33 +96,49 @@ class Extensions:
 
     @property
     def pending(self) -> bool:
-        """Return whether memory has been taken that not all peers have mapped yet."""
-        return bool(self._offered)
+        """Return whether all peers have been sent memory that some have not mapped yet."""
+        return any(piece.is_sent and not self._is_mapped(piece) for piece in self._pieces)
 
-    def extend(self, nbytes: int) -> tuple[int, int] | None:
-        if not self._offered and not self._refused:
-            self._refused = self._offer(nbytes) is None
-        if not self._offered or not self._is_mapped(sum(self._offered[0])):
+    def extend(self, nbytes: int, heap: Heap) -> tuple[int, int] | None:
+        """See Session.extend."""
+        self._settle(heap)
+        if not self._refused:
+            try:
+                if not self._pieces:
+                    self._take(nbytes)
+                for piece in self._pieces:
+                    if not piece.is_sent:
+                        self._offer(piece)
+            except (RuntimeError, OSError) as error:
+                self._log(error)
+                self._refused = True
+        if not self._pieces or not self._is_mapped(first := self._pieces[0]):
             return None
-        return self._offered.pop(0)
+        return first.begin, first.size
 
     def grow(
-        self, nbytes: int, missing: Callable[[int], int], ranks: Collection[int], meet: Callable[[], None]
+        self, nbytes: int, heap: Heap, ranks: Collection[int], meet: Callable[[], None]
     ) -> tuple[int, tuple[int, int] | None] | None:
         """See Session.grow.  No word is written again before all ranks have read it: they meet in between."""
+        self._settle(heap)
         own, pages = self._words[self._rank], {rank: self._words[rank] for rank in ranks}
         _native.store_word(own + _NEED, -(-nbytes // _UNIT))
         meet()
         most = max(_native.read_word(page + _NEED) for page in pages.values()) * _UNIT
-        lacks, offered = missing(most), None
-        if lacks > 0:  # what an earlier call has taken that failed, or more
-            earlier = (offer for offer in self._offered if offer[1] >= lacks)
-            offered = next(earlier, None) or self._offer(lacks)
+        lacks, piece, taken = heap.missing(most), None, True
+        try:
+            if lacks > 0:
+                piece = next((earlier for earlier in self._pieces if earlier.size >= lacks), None) or self._take(lacks)
+            for unmapped in self._pieces:  # also those of earlier calls, which an interrupt may have ended
+                if not self._is_mapped(unmapped):
+                    self._offer(unmapped)
+        except (RuntimeError, OSError) as error:
+            self._log(error)
+            taken = False
         self.publish()
         meet()
         self._map_offers()
         self.publish()
-        taken = lacks == 0 or offered is not None
         mapped = (
             self._window.extent(rank) >= _native.read_word(page + _EXTENTS + 4 * rank) * _UNIT
             for rank, page in pages.items()
@@ -113,9 +147,7 @@ class Extensions:
         meet()
         if not all(_native.read_word(page + _GROWN) for page in pages.values()):
             return None
-        if offered is not None:
-            self._offered.remove(offered)
-        return most, offered
+        return most, None if piece is None else (piece.begin, piece.size)
 
     def admit(self) -> int:
         """Map what peers offer, once the rounds so far have ended; return the number of offers before."""
@@ -131,34 +163,62 @@ class Extensions:
             word = self._words[self._rank] + _EXTENTS + 4 * rank
             _native.store_word(word, self._window.extent(rank) // _UNIT)
 
+    def release(self) -> None:
+        """Let go of memory that the window has given back; restore() maps other memory there, on all ranks."""
+        for piece in self._pieces:
+            piece.kept.close()
+            piece.is_sent = True
+
     def close(self) -> None:
         """Drop the window, and stop offering and mapping memory.  Call it once."""
+        self.release()
+        self._kept.close()
         self._socket.close()
         self._opened = []  # a thread that still reads its words keeps them
         del self._window, self._synchronize
 
-    def _offer(self, nbytes: int) -> tuple[int, int] | None:
-        """Map memory and send it to all peers; return its offset and bytes, or None if that fails."""
-        if self._broken:
-            return None
+    def _settle(self, heap: Heap) -> None:
+        """End what an interrupt has left half done, and forget pieces that are in use.
+
+        A piece stays in the list until the heap holds it, so an interrupt on the way there loses nothing.
+        """
+        lost = sum(_native.read_word(words + _LOST) for words in self._words)
+        for piece in self._pieces:
+            if self._window.extent(self._rank) < piece.begin + piece.size:
+                self._window.take(piece.begin + piece.size)
+            if self._is_mapped(piece):
+                piece.kept.close()
+            elif lost != self._lost:
+                piece.is_sent = False
+        self._lost = lost
+        self._pieces = [piece for piece in self._pieces if not heap.holds(piece.begin)]
+        if all(piece.kept is not self._kept for piece in self._pieces):
+            self._kept.close()
+
+    def _take(self, nbytes: int) -> _Piece:
+        """Map memory.  Raises RuntimeError, OSError: there is none."""
+        self._kept = kept = ExitStack()
         try:
-            begin, size, descriptor = self._window.extend(nbytes)
-            if descriptor is not None:
-                self._broken = True
-                try:
-                    self._send(_OFFER.pack(self._rank, begin, size), descriptor)
-                finally:
-                    os.close(descriptor)
-                self._broken = False
-        except (RuntimeError, OSError) as error:
-            log.info("rank %d: the window keeps its size: %s", self._rank, error)
-            return None
+            piece = _Piece(*self._window.extend(nbytes, kept), kept)
+        except (RuntimeError, OSError):
+            kept.close()
+            raise
+        self._pieces.append(piece)
+        self._window.take(piece.begin + piece.size)
+        return piece
+
+    def _offer(self, piece: _Piece) -> None:
+        """Send memory to all peers, which pass over what they have mapped.  Raises OSError: a peer does not get it."""
+        if piece.descriptor is not None:
+            self._send(_OFFER.pack(self._rank, piece.begin, piece.size), piece.descriptor)
         if len(self._words) > 1:  # else nobody has to map it
             counter = self._words[0] + _OFFERS
             while not _native.replace_word(counter, before := _native.read_long_word(counter), before + 1):
                 pass
-        self._offered.append((begin, size))
-        return begin, size
+        piece.is_sent = True
+
+    def _log(self, error: Exception) -> None:
+        log.info("rank %d: the window keeps its size: %s", self._rank, error)
 
     def _send(self, offer: bytes, descriptor: int) -> None:
         for rank, words in enumerate(self._words):
@@ -171,12 +231,16 @@ class Extensions:
                 socket.send_fds(peer, [offer], [descriptor])
 
     def _map_offers(self) -> None:
-        """Map what peers have sent.  A rank whose memory can't be mapped goes on without that memory."""
+        """Map what peers have sent.  A rank that cannot map memory goes on without it."""
+        if self._maps:  # an interrupt has ended the last call, and may have taken an offer with it
+            lost = self._words[self._rank] + _LOST
+            _native.store_word(lost, _native.read_word(lost) + 1)
+        self._maps = True
         while True:
             try:
                 connection, _ = self._socket.accept()
             except BlockingIOError:
-                return
+                break
             descriptors: list[int] = []
             try:
                 with connection:
@@ -190,12 +254,13 @@ class Extensions:
                 log.info("rank %d: memory of a peer could not be mapped: %s", self._rank, error)
             finally:
                 close_descriptors(descriptors)
+        self._maps = False
 
-    def _is_mapped(self, extent: int) -> bool:
-        """Return whether all peers have mapped this rank's window up to `extent`."""
+    def _is_mapped(self, piece: _Piece) -> bool:
+        """Return whether all peers have mapped this rank's window up to the end of a piece."""
         own = _EXTENTS + 4 * self._rank
         peers = [words for rank, words in enumerate(self._words) if rank != self._rank]
-        return all(_native.read_word(words + own) * _UNIT >= extent for words in peers)
+        return all(_native.read_word(words + own) * _UNIT >= piece.begin + piece.size for words in peers)
 
 
 def _check_user(connection: socket.socket) -> None:

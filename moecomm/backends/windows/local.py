@@ -49,7 +49,7 @@ class LocalWindow:
             undo.pop_all()
         return self._own.rest, self._own.end - self._own.rest
 
-    def extend(self, nbytes: int) -> tuple[int, int, int | None]:
+    def extend(self, nbytes: int, kept: ExitStack) -> tuple[int, int, int | None]:
         """Map more memory, which no peer has to map."""
         size, begin = mappable(nbytes, self._device, "NONE"), self._own.end - self.address
         if begin + size > self._limit:
@@ -57,6 +57,9 @@ class LocalWindow:
         with ExitStack() as temporary:
             self._own.extend(size, _created(size, self._device, temporary))
         return begin, size, None
+
+    def take(self, end: int) -> None:
+        self._own.end = self.address + end
 
     def extend_peer(self, rank: int, begin: int, nbytes: int, descriptor: int) -> None:
         """Do nothing: every rank refers to the same memory."""

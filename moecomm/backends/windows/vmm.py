@@ -66,19 +66,30 @@ class Mapping:
 
     def unmap_rest(self) -> None:
         """Undo map_rest() and extend().  No work that uses the part may be under way."""
+        self._forget()
         for address in [address for address in self._mapped if address >= self.rest]:
             self._unmap(address)
 
     def extend(self, nbytes: int, handle: Any) -> None:
-        """Map further memory at `end`, beside work that uses the rest."""
+        """Map further memory at `end`, which the caller then moves, beside work that uses the rest."""
+        self._forget()
         self._map(self.end, nbytes, handle)
-        self.end += nbytes
+
+    def _forget(self) -> None:
+        """Unmap what an interrupted extend() has left behind `end`."""
+        if (nbytes := self._mapped.get(self.end)) is not None:
+            driver().cuMemUnmap(self.end, nbytes)  # the interrupt may have come before the mapping: any status is fine
+            del self._mapped[self.end]
 
     def _map(self, address: int, nbytes: int, handle: Any) -> None:
         if nbytes == 0:
             return
-        call("cuMemMap", address, nbytes, 0, handle, 0)
-        self._mapped[address] = nbytes
+        self._mapped[address] = nbytes  # first: an interrupt may come next
+        try:
+            call("cuMemMap", address, nbytes, 0, handle, 0)
+        except DriverError:
+            del self._mapped[address]
+            raise
         try:
             call("cuMemSetAccess", address, nbytes, [_access(device) for device in self._devices], len(self._devices))
         except DriverError:
@@ -191,15 +202,18 @@ class VmmWindow:
             undo.pop_all()
         return self._own.rest, own
 
-    def extend(self, nbytes: int) -> tuple[int, int, int | None]:
+    def extend(self, nbytes: int, kept: ExitStack) -> tuple[int, int, int | None]:
+        size = mappable(nbytes, self._sharing.device, self._sharing.handle_type)
+        begin = self.extent(self._sharing.rank)
+        if begin + size > self._limit:
+            raise NoRoom("the window has no more addresses")
         with ExitStack() as temporary:
-            size = mappable(nbytes, self._sharing.device, self._sharing.handle_type)
-            begin = self.extent(self._sharing.rank)
-            if begin + size > self._limit:
-                raise NoRoom("the window has no more addresses")
-            handle, exported = self._sharing.create(size, temporary)
+            handle, exported = self._sharing.create(size, temporary, kept)
             self._own.extend(size, handle)
-            return begin, size, os.dup(exported)
+        return begin, size, exported
+
+    def take(self, end: int) -> None:
+        self._own.end = self.address + end
 
     def extend_peer(self, rank: int, begin: int, nbytes: int, descriptor: int) -> None:
         mapping = self._mappings[rank]
@@ -207,6 +221,7 @@ class VmmWindow:
             return
         with ExitStack() as temporary:
             mapping.extend(nbytes, self._sharing.imported(descriptor, temporary))
+        mapping.end = mapping.address + begin + nbytes
 
     def extent(self, rank: int) -> int:
         return self._mappings[rank].end - self._mappings[rank].address
@@ -280,14 +295,17 @@ class Sharing(NamedTuple):
                 handles.append(own if rank == self.rank else self.imported(theirs, temporary))
         return handles
 
-    def create(self, nbytes: int, temporary: ExitStack) -> tuple[Any, Any]:
-        """Create memory; return its handle, and what a peer imports: both are closed with `temporary`."""
+    def create(self, nbytes: int, temporary: ExitStack, kept: ExitStack | None = None) -> tuple[Any, Any]:
+        """Create memory; return its handle, and what a peer imports, which `kept` closes.
+
+        The handle is closed with `temporary`, and so is the other where `kept` is None.
+        """
         own = create(nbytes, self.device, self.handle_type)
         temporary.callback(driver().cuMemRelease, own)
         exported = call("cuMemExportToShareableHandle", own, _handle_type(self.handle_type), 0)
         if not self.fabric:
             exported = int(exported)
-            temporary.callback(os.close, exported)
+            (temporary if kept is None else kept).callback(os.close, exported)
             os.set_inheritable(exported, False)
         return own, exported
 
