@@ -85,7 +85,7 @@ def prepare(
     in_window.check_arrived(rounds, handle)
     is_pair = isinstance(y, tuple)
     if is_pair:
-        y = dequantized(rounds, request.options, handle, y)
+        y = dequantized(rounds, request.options, handle, y, weight_grads)
     if getattr(y, "requires_grad", False) or bias is not None or weight_grads is not None or topk_weights is not None:
         refuse_gradients(y=y, bias=bias, weight_grads=weight_grads, topk_weights=topk_weights)
     if handle.weights_read is not None and request.options.weighted and topk_weights is None:
@@ -160,7 +160,7 @@ def _combine_chunks(
         handle.check_row_weights()
     refuse_gradients(y=y, bias=bias, weight_grads=weight_grads, topk_weights=topk_weights)
     if isinstance(y, tuple):
-        y = dequantized(rounds, request.options, handle, y)
+        y = dequantized(rounds, request.options, handle, y, weight_grads)
     given = check(rounds, request.options, handle, y, out, bias, weight_grads, topk_weights)
 
     def one(y: torch.Tensor, handle: Handle, bias: Any, weight_grads: Any, topk_weights: Any) -> Any:

@@ -87,8 +87,10 @@ def check(
     return Tensors(y, out, bias, weight_grads, topk_weights, back)
 
 
-def dequantized(rounds: Rounds, options: Options, handle: Handle | ChunkedHandle, y: tuple[Any, ...]) -> torch.Tensor:
-    """Return rows that are given in FP8, with scales, in the dtype of the Buffer, where peers read them if they do.
+def dequantized(
+    rounds: Rounds, options: Options, handle: Handle | ChunkedHandle, y: tuple[Any, ...], weight_grads: Any
+) -> torch.Tensor:
+    """Return rows that are given in FP8, with scales, in the Buffer's dtype: in the window if peers read them there.
 
     Raises BadInput that names y.
     """
@@ -105,8 +107,9 @@ def dequantized(rounds: Rounds, options: Options, handle: Handle | ChunkedHandle
     name = "fp8" if scales.shape[-1] == groups else "fp8_token"
     check_options(options, rounds.dtype)
     rows: torch.Tensor | None = None
-    if in_window.reads_in_place(rounds, handle.layout, options, rounds.dtype):
-        rows = in_window.for_call(rounds, handle, options.unsummed)
+    least = in_window.least_bytes(rounds, handle.layout, options)
+    if weight_grads is None and data.numel() * rounds.dtype.itemsize >= least:
+        rows = in_window.for_call(rounds, handle)
     if rows is None:
         rows = torch.empty(shape, dtype=rounds.dtype, device=rounds.device)
     to, values, each = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (rows, data, scales))

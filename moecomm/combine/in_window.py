@@ -20,7 +20,7 @@ from moecomm.gpu import used_rows
 from moecomm.rounds.rounds import Rounds
 
 # Peers that read in place are awaited before the round ends, which takes longer than a copy of fewer bytes.
-_LEAST = 2 << 20
+_LEAST: float = 2 << 20
 
 
 def reads_in_place(rounds: Rounds, layout: Layout, options: Options, dtype: torch.dtype) -> bool:
@@ -51,21 +51,23 @@ def empty(rounds: Rounds, handle: Handle, dtype: torch.dtype) -> torch.Tensor:
     return _tensor(rounds, block, handle, dtype)
 
 
-def for_call(rounds: Rounds, handle: Handle, unsummed: bool) -> torch.Tensor | None:
+def least_bytes(rounds: Rounds, layout: Layout, options: Options) -> float:
+    """Return from how many bytes on a `y` that a call itself makes lies in the window; math.inf: it never does."""
+    if options.unsummed:  # which reads nowhere else
+        return 0
+    return _LEAST if reads_in_place(rounds, layout, options, rounds.dtype) else math.inf
+
+
+def for_call(rounds: Rounds, handle: Handle) -> torch.Tensor | None:
     """Return an uninitialized `y` of the Buffer's dtype in the window, for a call that frees it before it returns.
 
-    None: it is small, or there is no room.  Where the tables of the dispatch have found none, the combine needs what
-    there is for weights.
-
-    Args:
-        rounds, handle: of a combine that reads in place.
-        unsummed: by combine(wire="rows"), which reads nowhere else.
+    None: there is no room.  Where the tables of the dispatch have found none, the combine needs what there is for
+    weights.
     """
-    nbytes = _nbytes(handle, rounds.dtype)
-    if type(handle.block) is not _native.Block or (nbytes < _LEAST and not unsummed):
+    if type(handle.block) is not _native.Block:
         return None
     try:
-        block = rounds.memory.scratch(nbytes)
+        block = rounds.memory.scratch(_nbytes(handle, rounds.dtype))
     except BadInput:
         return None
     rounds.session.order()  # a round on another stream may still use this memory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import weakref
 from collections.abc import Callable
@@ -239,7 +240,8 @@ def prepare(
 def _computed(rounds: Rounds, form: _Form, experts: _Experts, routed: Routed) -> torch.Tensor:
     """Apply the experts of this rank to the rows of an unfused layer that have arrived; return theirs."""
     rows, scales, counts = routed.plan.layer_tensors(routed)
-    y = in_window.for_call(rounds, routed.handle, form.combining.options.unsummed) if form.in_place else None
+    nbytes = len(rows) * rounds.hidden * rounds.dtype.itemsize
+    y = in_window.for_call(rounds, routed.handle) if nbytes >= form.least_bytes else None
     if form.weights.casts:
         rows = rows.view(form.values)
     return apply_experts(
@@ -265,7 +267,7 @@ _Experts = tuple[Any, Any, Any, Any]  # w13, w2, w13_bias, w2_bias
 class _Form(NamedTuple):
     """All that _checked() works out for a layer: calls that differ in the values of their tensors alone share it.
 
-    `in_place`: peers read the results of its experts in the window, if they lie there.
+    `least_bytes`: from so many on, rows of experts lie in the window.
     `dispatching`, `combining`: the requests of its two rounds; fused, the first is of row descriptors, and the second
     is not used.
     `measured`: the kind of a layer whose forms are measured behind it; None: the form is known, or can't be measured.
@@ -280,7 +282,7 @@ class _Form(NamedTuple):
     max_rows: int | None
     expected_rows: int
     runs_fused: bool
-    in_place: bool
+    least_bytes: float
     dispatching: dispatch.Request
     combining: combine.Request
     measured: Kind | None = None
@@ -393,7 +395,7 @@ def _checked(
         options.max_rows,
         rounds.settings.expected_rows(x.shape[0]),
         runs_fused,
-        not (runs_fused or lacks) and in_window.reads_in_place(rounds, "expert", combining, rounds.dtype),
+        math.inf if lacks else in_window.least_bytes(rounds, "expert", combining),
         dispatch.Request(asks, call, request.layer, request.gradients, row_descriptors=runs_fused),
         combine.Request(combining, "moe", request.layer),
         measured,

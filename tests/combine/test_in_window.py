@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -17,7 +18,6 @@ from moecomm.fused import Fp8, layer
 from moecomm.testing import LayerCase, LocalBuffers, random_layer
 from moecomm.testing.prepare import prepare_combine
 
-from ..few import few
 from ..keeper import window_for
 from ..little_room import agreeing_windows, fixed_windows, late_windows
 
@@ -40,7 +40,12 @@ def opened(sizes: dict[str, Any], **more: Any) -> LocalBuffers:
 @pytest.fixture
 def least(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Set the bytes from which on rows of a call lie in the window."""
-    return lambda nbytes: monkeypatch.setattr(in_window, "_LEAST", nbytes)
+
+    def put(nbytes: int) -> None:
+        monkeypatch.setattr(in_window, "_LEAST", nbytes)
+        layer._forms.clear()  # which know the number of before
+
+    return put
 
 
 @pytest.fixture
@@ -148,25 +153,33 @@ def test_layers_beside_outputs_that_fill_the_window(
         assert (False in seen) == (windows == "fixed")
 
 
-@pytest.mark.parametrize(
-    ("layout", "wire"),
-    [(layout, wire) for layout in LAYOUTS for wire in (*WIRES, "exact") if (layout, wire) != ("flat", "rows")],
-)
-def test_rows_in_fp8_are_dequantized_where_peers_read(layout: Layout, wire: Any, least: Any) -> None:
-    least(0)
-    x, ids = torch.randn(20, 64).bfloat16(), torch.rand(20, 8).topk(3).indices
-    with moecomm.Buffer("self", **ROUND) as buffer:
-        routed = buffer.dispatch(x, ids, layout=layout)
-        shape = routed.handle.y_shape
-        y = Fp8(torch.randn(shape).to(torch.float8_e4m3fn), torch.rand(*shape[:-1], 1))
+def check_rows_in_fp8(layout: Layout, wire: Any, where: str) -> None:
+    """Rows that a combine makes of FP8 lie `where` peers read them: "cpu" or "cuda"."""
+    x, ids = torch.randn(20, 64).bfloat16().to(where), torch.rand(20, 8).topk(3).indices.to(where)
+    with moecomm.Buffer("self", **ROUND, device=where) as buffer:
+        routed = buffer.dispatch(x, ids, layout=layout, sync=True)
+        data = torch.randn(routed.handle.y_shape).to(where, torch.float8_e4m3fn)
+        y = Fp8(data, torch.rand(*data.shape[:-1], 1).to(where))
         combining = prepare_combine(buffer, y, routed.handle, wire=wire)
-        assert buffer.rounds.session.context.in_heap(combining.args.y) == (wire != "fp8")
+        reads = wire == "rows" or (wire != "fp8" and (layout == "flat" or where == "cpu"))
+        assert buffer.rounds.session.context.in_heap(combining.args.y) == reads
         del combining
         found = buffer.combine(y, routed.handle, wire=wire)
         wide = (y.data.float() * y.scales).bfloat16()
         assert torch.equal(found, buffer.combine(wide, routed.handle, wire=wire))
         with pytest.raises(moecomm.BadInput, match="wire: got FP8"):
             buffer.combine(y, routed.handle, wire="FP8")
+
+
+LAYOUTS_AND_WIRES = [
+    (layout, wire) for layout in LAYOUTS for wire in (*WIRES, "exact") if (layout, wire) != ("flat", "rows")
+]
+
+
+@pytest.mark.parametrize(("layout", "wire"), LAYOUTS_AND_WIRES)
+def test_rows_in_fp8_are_dequantized_where_peers_read(layout: Layout, wire: Any, least: Any) -> None:
+    least(0)
+    check_rows_in_fp8(layout, wire, "cpu")
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
@@ -179,33 +192,39 @@ def test_where_peers_read_in_place(on_cpu: bool, monkeypatch: pytest.MonkeyPatch
             for wire in (*WIRES, "exact"):
                 found = in_window.reads_in_place(buffer.rounds, layout, Options(wire=wire), torch.bfloat16)
                 assert found == (wire == "rows" or (wire != "fp8" and (on_cpu or layout == "flat")))
+                least = in_window.least_bytes(buffer.rounds, layout, Options(wire=wire))
+                assert least == ((0 if wire == "rows" else in_window._LEAST) if found else math.inf)
             assert not in_window.reads_in_place(casting.rounds, layout, Options(), torch.bfloat16)
 
 
-@pytest.mark.parametrize("layout", ["expert", "batched"])
-@pytest.mark.parametrize("dtype", few([torch.float32, torch.bfloat16, torch.float16], torch.bfloat16, torch.float32))
-def test_only_rows_in_use_are_copied_there(layout: Layout, dtype: torch.dtype) -> None:
-    """`batched` has room for many more, which a combine would read and write for nothing."""
+def check_rows_in_use(layout: Layout, dtype: torch.dtype, where: str) -> None:
+    """A combine with wire="rows" copies the rows in use alone to `where` peers read them: "cpu" or "cuda"."""
     g = torch.Generator().manual_seed(0)
-    x, ids = torch.randn(20, 64, generator=g).to(dtype), torch.rand(20, 8, generator=g).topk(3).indices
-    with moecomm.Buffer("self", **ROUND, dtype=dtype) as buffer:
-        routed = buffer.dispatch(x, ids, layout=layout, expert_alignment=8 if layout == "expert" else 1)
+    x, ids = torch.randn(20, 64, generator=g).to(where, dtype), torch.rand(20, 8, generator=g).topk(3).indices.to(where)
+    with moecomm.Buffer("self", **ROUND, dtype=dtype, device=where) as buffer:
+        routed = buffer.dispatch(x, ids, layout=layout, expert_alignment=8 if layout == "expert" else 1, sync=False)
         wanted = buffer.combine(routed.x, routed.handle, wire="rows")
         filled = [buffer.empty(routed.handle).fill_(7) for _ in range(8)]
         del filled
-        wide = torch.full((*routed.handle.y_shape[:-1], 128), 9.0, dtype=dtype)
-        rows = wide[..., :64] if layout == "expert" else torch.full(routed.handle.y_shape, 9.0, dtype=dtype)
-        used = routed.src[..., 0] >= 0
-        if layout == "batched":
-            places = torch.arange(routed.x.shape[1]).expand(len(routed.x), -1)
-            used = places < routed.tokens_per_expert.unsqueeze(1)
+        if layout == "expert":  # rows of longer ones
+            rows = torch.full((*routed.handle.y_shape[:-1], 128), 9.0, dtype=dtype, device=where)[..., :64]
+            places, counts = torch.arange(len(rows), device=where), routed.num_rows
+        else:
+            rows = torch.full(routed.handle.y_shape, 9.0, dtype=dtype, device=where)
+            places, counts = torch.arange(rows.shape[1], device=where), routed.tokens_per_expert.unsqueeze(1)
+        used = places < counts
         rows[used] = routed.x[used]
         combining = prepare_combine(buffer, rows, routed.handle, wire="rows")
         copied = combining.inputs.y
-        assert buffer.rounds.session.context.in_heap(copied.data_ptr()) and torch.equal(copied[used], rows[used])
-        if layout == "batched":
-            assert (copied[~used] == 7).all()
-        else:
-            assert (copied[int(routed.num_rows) :] == 7).all()
+        assert buffer.rounds.session.context.in_heap(copied.data_ptr())
+        assert torch.equal(copied[used].view(torch.uint8), rows[used].view(torch.uint8))  # of padding, too
+        assert (copied[~used] == 7).all() and not used.all()
         del combining, copied
         assert torch.equal(buffer.combine(rows, routed.handle, wire="rows"), wanted)
+
+
+@pytest.mark.parametrize("layout", ["expert", "batched"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_only_rows_in_use_are_copied_there(layout: Layout, dtype: torch.dtype) -> None:
+    """`batched` has room for many more, which a combine would read and write for nothing."""
+    check_rows_in_use(layout, dtype, "cpu")
