@@ -17,6 +17,7 @@ from moecomm.base.choices import Overflow, is_unsummed
 from moecomm.base.known import Known
 from moecomm.base.validation import check_flags
 from moecomm.combine import in_window
+from moecomm.combine.options import check_options
 from moecomm.dispatch import observers
 from moecomm.dispatch.arguments import check_max_rows
 from moecomm.dispatch.chunks import in_parts
@@ -386,6 +387,7 @@ def _checked(
         call = f"moe in {travels}"
     wire = "exact" if options.wire is None else options.wire  # the bits of a fused layer
     combining = combine.Options(wire=wire, num_sms=options.num_sms)
+    check_options(combining, rounds.dtype)
     form = _Form(
         weights,
         values.dtype,

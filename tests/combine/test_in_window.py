@@ -167,8 +167,9 @@ def check_rows_in_fp8(layout: Layout, wire: Any, where: str) -> None:
         found = buffer.combine(y, routed.handle, wire=wire)
         wide = (y.data.float() * y.scales).bfloat16()
         assert torch.equal(found, buffer.combine(wide, routed.handle, wire=wire))
-        with pytest.raises(moecomm.BadInput, match="wire: got FP8"):
-            buffer.combine(y, routed.handle, wire="FP8")
+        for bad in ("FP8", ["rows"], data.cpu().view(torch.uint8).numpy()):
+            with pytest.raises(moecomm.BadInput, match="wire: got "):
+                buffer.combine(y, routed.handle, wire=bad)  # type: ignore[arg-type]
 
 
 LAYOUTS_AND_WIRES = [
