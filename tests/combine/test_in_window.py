@@ -229,3 +229,21 @@ def check_rows_in_use(layout: Layout, dtype: torch.dtype, where: str) -> None:
 def test_only_rows_in_use_are_copied_there(layout: Layout, dtype: torch.dtype) -> None:
     """`batched` has room for many more, which a combine would read and write for nothing."""
     check_rows_in_use(layout, dtype, "cpu")
+
+
+@pytest.mark.filterwarnings("ignore:a window of:UserWarning")
+@pytest.mark.parametrize("layout", ["expert", "batched"])
+def test_rows_of_handles_whose_tables_lie_outside_are_copied_there(layout: Layout) -> None:
+    """So are rows of operators, whose handles are made of tensors."""
+    x, ids, weights = torch.randn(20, 64).bfloat16(), torch.rand(20, 8).topk(3).indices, torch.rand(20, 3)
+    with fixed_windows(), moecomm.Buffer("self", **ROUND, window_bytes=120_000) as buffer:
+        wanted, kept = None, []
+        for _ in range(12):
+            routed = buffer.dispatch(x, ids, weights, layout=layout)
+            sent = moecomm.ops.dispatch(buffer, x, ids, weights, layout=layout)
+            found = buffer.combine(routed.x.clone(), routed.handle, wire="rows")
+            wanted = found if wanted is None else wanted
+            assert torch.equal(found, wanted)
+            assert torch.equal(moecomm.ops.combine(sent.x.clone(), sent.handle, wire="rows"), wanted)
+            kept.append(routed)
+        assert isinstance(kept[-1].handle.block, torch.Tensor)
