@@ -221,6 +221,8 @@ def test_what_does_not_fit_is_named_before_a_row_is_sent() -> None:
         {"w2_bias": "bias"},
         {"max_rows": 1.5},
         {"fused": "three launches"},
+        {"wire": torch.float16},
+        {"wire": ["rows"]},
         {"w13": w13[:1]},
         {"w13": w13.float()},
         {"w13": w13[:, :-2].contiguous()},

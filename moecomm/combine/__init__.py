@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from moecomm.base.arrays import note_written, refuse_gradients, window_tensor
-from moecomm.base.protocol import DTYPES
-from moecomm.base.validation import check_dtype
-from moecomm.combine import verify
+from moecomm.base.arrays import note_written, refuse_gradients
+from moecomm.combine import in_window, verify
 from moecomm.combine.arguments import Tensors, check, dequantized
+from moecomm.combine.in_window import empty
 from moecomm.combine.options import Key, Options, Request
 from moecomm.combine.plan import Combining, Plan
+from moecomm.dispatch import tables
 from moecomm.dispatch.arguments import check_handle
-from moecomm.dispatch.routed import ChunkedHandle, Handle, has_arrived
-from moecomm.dispatch.tables import in_window
-from moecomm.errors import BadInput
-from moecomm.rounds.plans import check_hashable
+from moecomm.dispatch.routed import ChunkedHandle, Handle
 from moecomm.rounds.rounds import Rounds
 from moecomm.rounds.state import collective, several_rounds
 
@@ -85,10 +81,10 @@ def prepare(
         rounds.require_open()
     else:
         rounds.require_usable()
-    _check_arrived(rounds, handle)
+    in_window.check_arrived(rounds, handle)
     is_pair = isinstance(y, tuple)
     if is_pair:
-        y = dequantized(rounds, handle, y)
+        y = dequantized(rounds, request.options, handle, y, weight_grads)
     if getattr(y, "requires_grad", False) or bias is not None or weight_grads is not None or topk_weights is not None:
         refuse_gradients(y=y, bias=bias, weight_grads=weight_grads, topk_weights=topk_weights)
     if handle.weights_read is not None and request.options.weighted and topk_weights is None:
@@ -141,24 +137,6 @@ def finish(rounds: Rounds, combining: Combining) -> Any:
     return combining.out, grads if back is None else back(grads)
 
 
-def empty(rounds: Rounds, handle: Handle, dtype: torch.dtype) -> torch.Tensor:
-    """Buffer.empty."""
-    rounds.require_usable()
-    _check_arrived(rounds, handle)
-    check_dtype("dtype", dtype, DTYPES)
-    if isinstance(handle, ChunkedHandle):
-        return torch.empty(handle.y_shape, dtype=dtype, device=rounds.device)
-    try:
-        block = rounds.memory.rows(math.prod(handle.y_shape) * dtype.itemsize)
-    except BadInput:
-        block = None
-    if block is None or not rounds.memory.stays(block):
-        rounds.warn_of_copies()
-        return torch.empty(handle.y_shape, dtype=dtype, device=rounds.device)
-    address = handle.plan.base + block.offset
-    return window_tensor(block, address, handle.y_shape, dtype, rounds.device, rounds.session.owner)
-
-
 def _round(rounds: Rounds, combining: Combining) -> Any:
     run(combining)
     rounds.turn.made += 1
@@ -181,7 +159,7 @@ def _combine_chunks(
         handle.check_row_weights()
     refuse_gradients(y=y, bias=bias, weight_grads=weight_grads, topk_weights=topk_weights)
     if isinstance(y, tuple):
-        y = dequantized(rounds, handle, y)
+        y = dequantized(rounds, request.options, handle, y, weight_grads)
     given = check(rounds, request.options, handle, y, out, bias, weight_grads, topk_weights)
 
     def one(y: torch.Tensor, handle: Handle, bias: Any, weight_grads: Any, topk_weights: Any) -> Any:
@@ -215,17 +193,11 @@ def _in_chunks(given: Tensors, handle: ChunkedHandle, topk: int, one: Callable[.
         bias = given.bias if given.bias is None or given.bias.ndim == 1 else given.bias[tokens]
         wanted = None if given.weight_grads is None else chunk.of(given.weight_grads)
         weights = None if given.topk_weights is None else given.topk_weights[tokens]
-        found = one(chunk.of(y), in_window(chunk.handle), bias, wanted, weights)
+        found = one(chunk.of(y), tables.in_window(chunk.handle), bias, wanted, weights)
         if grads is not None:
             found, grads[tokens] = found
         out[tokens] = found
     return out if grads is None else (out, grads)
-
-
-def _check_arrived(rounds: Rounds, handle: Handle) -> None:
-    check_handle(rounds, handle)
-    if not has_arrived(handle.args):
-        raise BadInput("handle", "one of a dispatch that has only begun", "dispatch_end(routed) first")
 
 
 def _start_checked(
@@ -241,9 +213,8 @@ def _start_checked(
     """Prepare a combine for which there is no plan yet, or whose arguments have to be converted."""
     given = check(rounds, request.options, handle, y, out, bias, weight_grads, topk_weights)
     if request.options.unsummed:
-        given.y = _where_peers_read(rounds, given.y)
+        given.y = in_window.where_peers_read(rounds, handle, given.y)
     key = Key(handle.layout, given.y.dtype, request)
-    check_hashable(key)  # y may be another library's
     tensors = (handle, given.y, given.out, given.bias, given.weight_grads, given.topk_weights)
     combining: Combining = rounds.plans.start_checked(
         key, handle.num_tokens, tensors, lambda: Plan(rounds, key, handle, given)
@@ -254,10 +225,3 @@ def _start_checked(
         combining.out = given.back(combining.out)
     combining.back, combining.inputs = given.back, given
     return combining
-
-
-def _where_peers_read(rounds: Rounds, y: torch.Tensor) -> torch.Tensor:
-    """Return `y` in this rank's window: itself, or a copy.  Raises BadInput where there is no room for one."""
-    if y.numel() == 0 or rounds.session.context.in_heap(y.data_ptr()):
-        return y
-    return rounds.copy_to(rounds.memory.rows(y.nbytes), y)

@@ -20,6 +20,7 @@ from moecomm.base.arrays import (
 )
 from moecomm.base.choices import CAST_WIRES, WIRES
 from moecomm.base.protocol import DTYPES, MOST_WEIGHTS
+from moecomm.combine import in_window
 from moecomm.combine.options import Options, check_options, wire_dtype
 from moecomm.dispatch.routed import ChunkedHandle, Handle
 from moecomm.errors import BadInput, Unsupported
@@ -86,8 +87,13 @@ def check(
     return Tensors(y, out, bias, weight_grads, topk_weights, back)
 
 
-def dequantized(rounds: Rounds, handle: Handle | ChunkedHandle, y: tuple[Any, ...]) -> torch.Tensor:
-    """Return rows that are given in FP8, with scales, in the dtype of the Buffer.  Raises BadInput that names y."""
+def dequantized(
+    rounds: Rounds, options: Options, handle: Handle | ChunkedHandle, y: tuple[Any, ...], weight_grads: Any
+) -> torch.Tensor:
+    """Return rows that are given in FP8, with scales, in the Buffer's dtype: in the window if peers read them there.
+
+    Raises BadInput that names y.
+    """
     if len(y) != 2:
         raise BadInput("y", f"a tuple of {len(y)}", "rows, or a pair of e4m3 values and their scales")
     refuse_gradients(y=y)
@@ -99,7 +105,13 @@ def dequantized(rounds: Rounds, handle: Handle | ChunkedHandle, y: tuple[Any, ..
     if scales.shape[-1] not in (1, groups):
         raise BadInput("y", f"{scales.shape[-1]} scales of a row", f"1 or {groups}")
     name = "fp8" if scales.shape[-1] == groups else "fp8_token"
-    rows = torch.empty(shape, dtype=rounds.dtype, device=rounds.device)
+    check_options(options, rounds.dtype)
+    rows: torch.Tensor | None = None
+    least = in_window.least_bytes(rounds, handle.layout, options)
+    if weight_grads is None and data.numel() * rounds.dtype.itemsize >= least:
+        rows = in_window.for_call(rounds, handle)
+    if rows is None:
+        rows = torch.empty(shape, dtype=rounds.dtype, device=rounds.device)
     to, values, each = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (rows, data, scales))
     for first in range(0, len(to), _AT_ONCE):
         part = slice(first, first + _AT_ONCE)

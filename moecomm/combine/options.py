@@ -10,6 +10,7 @@ from moecomm.base.choices import CAST_WIRES, CombineWire, Layout, dtype_of_wire,
 from moecomm.base.validation import check_flag
 from moecomm.dispatch.options import check_num_sms
 from moecomm.errors import BadInput
+from moecomm.rounds.plans import check_hashable
 
 
 class Options(NamedTuple):
@@ -66,6 +67,7 @@ class Key(NamedTuple):
 
 def check_options(options: Options, dtype: torch.dtype) -> None:
     """Raise BadInput that names the first option that can't be used with `y` of this dtype."""
+    check_hashable((options,))
     check_num_sms(options.num_sms)
     check_flag("weighted", options.weighted)
     if options.wire is None or options.unsummed:

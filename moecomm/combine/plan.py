@@ -11,10 +11,12 @@ from moecomm.base import packets
 from moecomm.base.choices import CAST_WIRES
 from moecomm.base.protocol import DTYPES, LAYOUTS, TYPES
 from moecomm.combine.arguments import Tensors
+from moecomm.combine.in_window import reads_in_place
 from moecomm.combine.options import Key, wire_dtype
 from moecomm.dispatch.routed import Handle
 from moecomm.dispatch.tables import table
 from moecomm.errors import BadInput
+from moecomm.gpu import used_rows
 from moecomm.rounds import signature
 from moecomm.rounds.rounds import Rounds
 
@@ -54,7 +56,7 @@ class Plan:
         staged = key.dtype if flat and not self._casts else wire
         row = _native.staged_bytes(int(TYPES[staged]), rounds.hidden)
         self._row_bytes = 0 if like.weight_grads is not None else rounds.hidden * staged.itemsize
-        in_place = self._unsummed or (flat and in_window and not self._casts)
+        in_place = self._unsummed or (in_window and reads_in_place(rounds, key.layout, key.request.options, key.dtype))
         self._stages_flat_rows = flat and not in_place
         one_domain = rounds.domain_ranks == rounds.num_ranks
         self._room = rounds.session.context.shape.packet_bytes if one_domain else 0
@@ -68,6 +70,8 @@ class Plan:
         self._peers_read_weights &= not (flat or self._casts)
         self._peers_read_weights &= like.topk_weights is None
         self.native = _native.CombinePlan(args, like.y, like.bias, like.weight_grads, like.topk_weights)
+        if self._unsummed and rounds.device.type == "cuda":
+            used_rows.load(rounds.device.index, rounds.hidden * key.dtype.itemsize)  # for in_window.where_peers_read
         self._session = rounds.session
         self._expected_tokens = rounds.settings.expected_tokens
         self._flight = rounds.flight

@@ -36,6 +36,7 @@ def apply_experts(
     activation: GatedActivation = SWIGLU,
     biases: Biases = (None, None),
     lacks: str | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Apply gated experts to rows `[rows, H]`, grouped by expert; return `[rows, H]`.
 
@@ -52,6 +53,7 @@ def apply_experts(
         activation: between the GEMMs.
         biases: of the first GEMM, added before the activation, and of the second; None: none.
         lacks: WeightFormat.lacks_kernel(), if it is known.
+        out: memory for the result, which torch's products do not write to; None: allocated.
     """
     how: dict[str, Any]
     dtype, counts, on_gpu = dtype or x.dtype, tokens_per_expert, x.is_cuda
@@ -61,7 +63,7 @@ def apply_experts(
         say_once(of.slow, lacks)
     if of.packed > 1 and of.quantize is None and (lacks or not on_gpu):
         how = {"interleaved": interleaved, "expected_rows": expected_rows, "activation": activation, "biases": biases}
-        return apply_experts(PLAIN, x, of.widen(w13), of.widen(w2), counts, **how)
+        return apply_experts(PLAIN, x, of.widen(w13), of.widen(w2), counts, **how, out=out)
     if lacks:
         inner = multiply_by_torch((x, scales), w13, counts, dtype, interleaved, activation, biases[0])
         rows = of.cast(inner, x.dtype) if of.casts else inner
@@ -71,7 +73,7 @@ def apply_experts(
     inner, of_inner = x.new_empty(len(x), intermediate, dtype=of.product or dtype), None
     if of.product is not None and scales is not None:
         of_inner = scales.new_empty(len(x), -(-intermediate // GROUP))
-    y = x.new_empty(len(x), data.shape[1], dtype=dtype)
+    y = x.new_empty(len(x), data.shape[1], dtype=dtype) if out is None else out
     if not on_gpu:
         how = {"alignment": 1, "interleaved": interleaved}
         rows = x if scales is None else (x, scales)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import weakref
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from moecomm.base.arrays import as_output_tensor, as_tensor, check_tensor, note_
 from moecomm.base.choices import Overflow, is_unsummed
 from moecomm.base.known import Known
 from moecomm.base.validation import check_flags
+from moecomm.combine import in_window
+from moecomm.combine.options import check_options
 from moecomm.dispatch import observers
 from moecomm.dispatch.arguments import check_max_rows
 from moecomm.dispatch.chunks import in_parts
@@ -135,7 +138,7 @@ def _cast(form: _Form, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _ended(rounds: Rounds, form: _Form, routed: Routed, experts: _Experts, out: Any, bias: Any) -> Any:
     """Compute the experts and combine, behind a dispatch of _started()."""
-    y = _computed(rounds, form, experts, *routed.plan.layer_tensors(routed))
+    y = _computed(rounds, form, experts, routed)
     found, is_over = rounds.known_calls.combine(rounds, form.combining, y, routed.handle, out, bias, None, None)
     if found is None:
         combining = combine.prepare(rounds, form.combining, y, routed.handle, out, bias, same_call=True)
@@ -227,7 +230,7 @@ def prepare(
         return fused, form
 
     def computed(routed: Routed) -> torch.Tensor:
-        return _computed(rounds, form, experts, *routed.plan.layer_tensors(routed))
+        return _computed(rounds, form, experts, routed)
 
     if form.weights.casts:
         x, others["scales"] = _cast(form, x)
@@ -235,10 +238,11 @@ def prepare(
     return Unfused(rounds, call, form.combining, {"out": out, "bias": bias}, computed, back), form
 
 
-def _computed(
-    rounds: Rounds, form: _Form, experts: _Experts, rows: Any, scales: Any, counts: torch.Tensor
-) -> torch.Tensor:
+def _computed(rounds: Rounds, form: _Form, experts: _Experts, routed: Routed) -> torch.Tensor:
     """Apply the experts of this rank to the rows of an unfused layer that have arrived; return theirs."""
+    rows, scales, counts = routed.plan.layer_tensors(routed)
+    nbytes = len(rows) * rounds.hidden * rounds.dtype.itemsize
+    y = in_window.for_call(rounds, routed.handle) if nbytes >= form.least_bytes else None
     if form.weights.casts:
         rows = rows.view(form.values)
     return apply_experts(
@@ -254,6 +258,7 @@ def _computed(
         activation=form.activation,
         biases=experts[2:],
         lacks=form.lacks,
+        out=y,
     )
 
 
@@ -263,6 +268,7 @@ _Experts = tuple[Any, Any, Any, Any]  # w13, w2, w13_bias, w2_bias
 class _Form(NamedTuple):
     """All that _checked() works out for a layer: calls that differ in the values of their tensors alone share it.
 
+    `least_bytes`: from so many on, rows of experts lie in the window.
     `dispatching`, `combining`: the requests of its two rounds; fused, the first is of row descriptors, and the second
     is not used.
     `measured`: the kind of a layer whose forms are measured behind it; None: the form is known, or can't be measured.
@@ -277,6 +283,7 @@ class _Form(NamedTuple):
     max_rows: int | None
     expected_rows: int
     runs_fused: bool
+    least_bytes: float
     dispatching: dispatch.Request
     combining: combine.Request
     measured: Kind | None = None
@@ -379,6 +386,8 @@ def _checked(
     elif travels := weights.travels.get(values.dtype):
         call = f"moe in {travels}"
     wire = "exact" if options.wire is None else options.wire  # the bits of a fused layer
+    combining = combine.Options(wire=wire, num_sms=options.num_sms)
+    check_options(combining, rounds.dtype)
     form = _Form(
         weights,
         values.dtype,
@@ -388,8 +397,9 @@ def _checked(
         options.max_rows,
         rounds.settings.expected_rows(x.shape[0]),
         runs_fused,
+        math.inf if lacks else in_window.least_bytes(rounds, "expert", combining),
         dispatch.Request(asks, call, request.layer, request.gradients, row_descriptors=runs_fused),
-        combine.Request(combine.Options(wire=wire, num_sms=options.num_sms), "moe", request.layer),
+        combine.Request(combining, "moe", request.layer),
         measured,
         guess,
     )

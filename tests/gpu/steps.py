@@ -135,6 +135,7 @@ PARTS: dict[str, list[Step]] = {
         one("routing", 60, "tests/gpu/test_routing.py", random=False),
         one("masks", 300, "tests/gpu/test_masks.py", random=False),
         one("membership", 300, "tests/gpu/test_membership.py", random=False),
+        one("in-window", 150, "tests/gpu/test_in_window.py", random=False),
         one("verify", 200, "tests/gpu/test_verify.py", random=False),
         one("invariance", 300, "tests/gpu/test_batch_invariance.py", random=False),
         one("counters", 100, "tests/gpu/test_counters.py", random=False),

@@ -554,6 +554,7 @@ def test_results_return_unsummed_where_vllm_is_batch_invariant(batches: Any, mon
         g = torch.Generator().manual_seed(rank.rank)
         rank.x, rank.weights = torch.randn(rank.x.shape, generator=g), torch.rand(rank.weights.shape, generator=g)
         found = finalized(rank, "batched", rank.batched.prepare(**rank.arguments()))
+        assert torch.equal(found, _finalized_in_the_window(rank))
         wanted = torch.zeros_like(rank.x)
         for k in range(rank.ids.shape[1]):
             ids = rank.ids[:, k : k + 1]
@@ -561,6 +562,28 @@ def test_results_return_unsummed_where_vllm_is_batch_invariant(batches: Any, mon
         return torch.equal(found, wanted)
 
     assert on_ranks(body, topk=6) == [True] * 4
+
+
+def _finalized_in_the_window(rank: Rank) -> torch.Tensor:
+    """Return the results of experts that write where combine reads rows."""
+    x, _, meta, _, _ = rank.batched.prepare(**rank.arguments())
+    about: Any = (x.dtype, x.device, DELEGATE())
+    assert rank.batched.allocate_fused_expert_output((*x.shape[:-1], HIDDEN + 8), *about) is None
+    y = rank.batched.allocate_fused_expert_output(tuple(x.shape), *about)
+    assert rank.batched._slots.get().rounds.session.context.in_heap(y.data_ptr())
+    y.copy_(rank.batched_experts(x, meta.expert_num_tokens))
+    out = torch.empty_like(rank.x)
+    rank.batched.finalize(out, y, rank.weights, rank.ids, False, DELEGATE())
+    return out
+
+
+def test_batched_rows_that_are_added_up_first_may_lie_anywhere(batches: Any) -> None:
+    def body(rank: Rank) -> None:
+        x, *_ = prepared = rank.batched.prepare(**rank.arguments())
+        assert rank.batched.allocate_fused_expert_output(tuple(x.shape), x.dtype, x.device, DELEGATE()) is None
+        assert torch.equal(finalized(rank, "batched", prepared), rank.wanted())
+
+    on_ranks(body)
 
 
 @pytest.mark.parametrize("first", [0, 1])

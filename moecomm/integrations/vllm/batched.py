@@ -15,11 +15,19 @@ from vllm.v1.worker.ubatching import dbo_maybe_run_recv_hook
 from moecomm import combine as combining
 from moecomm.base.placement import Placement
 from moecomm.compat.deep_ep.arrival import Arrival
-from moecomm.dispatch.routed import Routed
+from moecomm.dispatch.routed import Handle, Routed
 from moecomm.errors import BadInput, Unsupported
 from moecomm.integrations.vllm.managers import OpenedBuffers
 from moecomm.integrations.vllm.quantization import Cast, cast, for_experts, is_cast_first
-from moecomm.integrations.vllm.steps import PrepareAndFinalize, Sent, apart, counted_by_pool, nothing, weighted_input
+from moecomm.integrations.vllm.steps import (
+    PrepareAndFinalize,
+    Sent,
+    apart,
+    counted_by_pool,
+    in_window,
+    nothing,
+    weighted_input,
+)
 
 
 class BatchedPrepareAndFinalize(PrepareAndFinalize):
@@ -150,6 +158,13 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         meta = mk.ExpertTokensMetadata(expert_num_tokens=routed.tokens_per_expert, expert_num_tokens_cpu=None)
         return x, scales, meta, None, None
 
+    def allocate_fused_expert_output(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, weight_and_reduce_impl: Any
+    ) -> torch.Tensor | None:
+        """Rows in the window where results return unsummed: source ranks read them there."""
+        handle = self._slots.get()
+        return in_window(handle, dtype) if self._unsummed(handle) and tuple(shape) == handle.y_shape else None
+
     @counted_by_pool
     def finalize_async(
         self,
@@ -165,10 +180,9 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
             raise Unsupported("experts that add rows up: batched rows are weighted and added on their way home")
         handle, y = self._slots.get(), apart(fused_expert_output, output)
         dbo_maybe_run_recv_hook()
-        unsummed = self._invariant and handle.rounds.domain_ranks == handle.rounds.num_ranks
         options = combining.Options(
             weighted=not apply_router_weight_on_input,
-            wire="rows" if unsummed else None,
+            wire="rows" if self._unsummed(handle) else None,
             num_sms=self._rounds.num_sms,
         )
 
@@ -176,6 +190,9 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
             combining.combine(handle.rounds, combining.Request(options), y, handle, out=output)
 
         return self._beside.start(y.device, run), nothing
+
+    def _unsummed(self, handle: Handle) -> bool:
+        return self._invariant and handle.rounds.domain_ranks == handle.rounds.num_ranks
 
 
 def _placement(global_to_physical: torch.Tensor, ranks: int) -> Placement:

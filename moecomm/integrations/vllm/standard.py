@@ -24,11 +24,10 @@ from vllm.v1.worker.ubatching import (
 from moecomm import combine as combining
 from moecomm.base.experts import experts_of
 from moecomm.compat.deep_ep.normal import Given, route
-from moecomm.dispatch.routed import Handle, Routed
-from moecomm.errors import BadInput
+from moecomm.dispatch.routed import Routed
 from moecomm.integrations.vllm.managers import OpenedBuffers
 from moecomm.integrations.vllm.quantization import Cast, cast, for_experts, is_cast_first
-from moecomm.integrations.vllm.steps import PrepareAndFinalize, Sent, apart, weighted_input
+from moecomm.integrations.vllm.steps import PrepareAndFinalize, Sent, apart, in_window, weighted_input
 from moecomm.rounds.call_count import CountedCall
 
 
@@ -120,7 +119,7 @@ class StandardPrepareAndFinalize(PrepareAndFinalize):
     ) -> torch.Tensor | None:
         """Rows in the window, where experts write reduced rows: then nothing copies them there."""
         handle = self._slots.get()
-        return _in_window(handle, dtype) if tuple(shape) == handle.y_shape else None
+        return in_window(handle, dtype) if tuple(shape) == handle.y_shape else None
 
     def finalize_async(
         self,
@@ -141,7 +140,7 @@ class StandardPrepareAndFinalize(PrepareAndFinalize):
                 if isinstance(weight_and_reduce_impl, TopKWeightAndReduceDelegate):
                     weight_and_reduce_impl = TopKWeightAndReduceContiguous()
                 y = weight_and_reduce_impl.apply(
-                    output=None if y.shape == handle.y_shape else _in_window(handle, y.dtype),
+                    output=None if y.shape == handle.y_shape else in_window(handle, y.dtype),
                     fused_expert_output=y,
                     topk_weights=topk_weights,
                     topk_ids=topk_ids,
@@ -163,10 +162,3 @@ class StandardPrepareAndFinalize(PrepareAndFinalize):
             held.clear()  # not before: another stream has been reading it
 
         return receive
-
-
-def _in_window(handle: Handle, dtype: torch.dtype) -> torch.Tensor | None:
-    try:
-        return combining.empty(handle.rounds, handle, dtype)
-    except BadInput:  # no room: combine copies what it can't read in place
-        return None

@@ -11,6 +11,7 @@ import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_enabled
 
 from moecomm import _native
+from moecomm import combine as combining
 from moecomm.compat.names import takes
 from moecomm.dispatch.routed import Handle
 from moecomm.errors import BadInput, Unsupported
@@ -139,6 +140,14 @@ def apart(y: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
     Where shapes agree, vLLM's kernel lets experts write to `output`; combine reads `y` while it writes `output`.
     """
     return y.clone() if _native.share_memory(y, output) else y
+
+
+def in_window(handle: Handle, dtype: torch.dtype) -> torch.Tensor | None:
+    """Return rows for a combine to read where they are; None: there is no room for any, and combine copies them."""
+    try:
+        return combining.empty(handle.rounds, handle, dtype)
+    except BadInput:
+        return None
 
 
 def weighted_input(x: torch.Tensor, topk_weights: torch.Tensor, apply: bool) -> torch.Tensor:
