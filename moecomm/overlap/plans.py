@@ -19,6 +19,14 @@ from moecomm.overlap import sizes
 from moecomm.overlap.sizes import Matrix, Sizes
 
 MOST_PLANS = 256  # of a Workspace; they are all dropped then
+_ROUNDS_BACK = {  # how many of the first operands have a gradient that takes a round; of others, ranks compute it alone
+    "all_gather_matmul": 1,
+    "matmul_reduce_scatter": 2,
+    "matmul_all_reduce": 0,
+    "matmul_all_to_all": 2,
+    "embedding_all_to_all": 1,
+    "all_to_all": 1,
+}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _OPTIONS = (bool, type(None))
 
@@ -103,11 +111,18 @@ class Operators:
 
 
 class CallKey(NamedTuple):
-    """The key of a call's plan, its tensors, and whether a gradient may be wanted."""
+    """The key of a call, its tensors, whether a gradient may be wanted, and whether one takes a round."""
 
     key: tuple[Any, ...]
     tensors: list[torch.Tensor]
     has_gradient: bool
+    has_round_back: bool
+
+
+def has_round_back(operator: str, *operands: object) -> bool:
+    """Return whether the backward pass of a call has a round.  Only the caller of an operator of torch can ask."""
+    operands = operands[: _ROUNDS_BACK[operator]]
+    return torch.is_grad_enabled() and any(isinstance(of, torch.Tensor) and of.requires_grad for of in operands)
 
 
 def key_of(operator: str, options: Sequence[Any], operands: Sequence[Any]) -> CallKey | None:
@@ -126,8 +141,9 @@ def key_of(operator: str, options: Sequence[Any], operands: Sequence[Any]) -> Ca
             return None
         key.append(option)
     tensors: list[torch.Tensor] = []
-    has_gradient, is_enabled = False, torch.is_grad_enabled()
-    for operand in operands:
+    has_gradient, round_back, is_enabled = False, False, torch.is_grad_enabled()
+    leaves = _ROUNDS_BACK[operator]
+    for nth, operand in enumerate(operands):
         parts = operand if isinstance(operand, tuple) and len(operand) == 2 else (operand,)
         key.append(len(parts))
         for tensor in parts:
@@ -136,8 +152,9 @@ def key_of(operator: str, options: Sequence[Any], operands: Sequence[Any]) -> Ca
             where = tensor.get_device(), torch._C._dispatch_keys(tensor).raw_repr()
             key += (type(tensor), tensor.shape, tensor.stride(), tensor.dtype, *where)
             tensors.append(tensor)
-            has_gradient = has_gradient or (is_enabled and tensor.requires_grad)
-    return CallKey(tuple(key), tensors, has_gradient)
+            if is_enabled and tensor.requires_grad:
+                has_gradient, round_back = True, round_back or (nth < leaves and len(parts) == 1)
+    return CallKey(tuple(key), tensors, has_gradient, round_back)
 
 
 def new_plan(run: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> CallPlan:
