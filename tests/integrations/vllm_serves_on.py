@@ -9,7 +9,7 @@ engine on one rank without moecomm:
 - requests before the loss, of all ranks;
 - requests after it, of the ranks that are left, with an engine in which the weights of the lost experts are zero.
 
-Three parts stand in for what vLLM lacks (0.32 was run, 0.33 read):
+Three parts stand in for what vLLM 0.33 lacks:
 
 - Experts in the batched format on CPUs: NaiveBatchedExperts, vLLM's own reference, which it never chooses by itself.
 - Fault tolerance in an engine that runs in its caller's process: set behind the checks of arguments.
