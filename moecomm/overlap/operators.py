@@ -191,7 +191,7 @@ def _call(
             run, again = owner.executors.choose(found, fused, bool(gather and gather[0]), ready)
         result = run(*ready)
         if again:
-            keep(owner, key_of(operator, options, tuple(given.values())), gradient, run)
+            keep(owner, key_of(operator, options, tuple(given.values()), gradient), run)
         return result
 
 

@@ -1,9 +1,10 @@
 """Plans of calls: what a call need not find out again that is like an earlier one of the same Workspace.
 
 A plan is made after the checks of a first call, by the executor that runs it.  A later call compares a key: the
-operator, its options, and of each tensor the class, shape, strides, dtype, device and dispatch keys.  Dispatch keys
-stand for what a first call refuses: quantization, wrappers of torch.func, the negative bit.  A key leaves out what may
-change in a tensor: its address and the size of its storage, which every call looks at.
+operator, its options, whether its backward pass has a round, and of each tensor the class, shape, strides, dtype,
+device and dispatch keys.  Dispatch keys stand for what a first call refuses: quantization, wrappers of torch.func, the
+negative bit.  A key leaves out what may change in a tensor: its address and the size of its storage, which every call
+looks at.
 """
 
 from __future__ import annotations
@@ -111,12 +112,12 @@ class Operators:
 
 
 class CallKey(NamedTuple):
-    """The key of a call, its tensors, whether a gradient may be wanted, and whether one takes a round."""
+    """The key of a call's plan, its tensors, whether a gradient may be wanted, and the `gradient` of Sizes."""
 
     key: tuple[Any, ...]
     tensors: list[torch.Tensor]
     has_gradient: bool
-    has_round_back: bool
+    gradient: bool | None
 
 
 def has_round_back(operator: str, *operands: object) -> bool:
@@ -125,13 +126,14 @@ def has_round_back(operator: str, *operands: object) -> bool:
     return torch.is_grad_enabled() and any(isinstance(of, torch.Tensor) and of.requires_grad for of in operands)
 
 
-def key_of(operator: str, options: Sequence[Any], operands: Sequence[Any]) -> CallKey | None:
+def key_of(operator: str, options: Sequence[Any], operands: Sequence[Any], *known: bool | None) -> CallKey | None:
     """Return the key of a call, or None for one that has no plan.
 
     Args:
         operator: its name.
         options: those that are not tensors, True, False or None each.
         operands: tensors, and pairs of values and scales.
+        known: in an operator of torch, its `gradient`.
     """
     if forward_ad._current_level >= 0:  # tangents are refused
         return None
@@ -141,9 +143,8 @@ def key_of(operator: str, options: Sequence[Any], operands: Sequence[Any]) -> Ca
             return None
         key.append(option)
     tensors: list[torch.Tensor] = []
-    has_gradient, round_back, is_enabled = False, False, torch.is_grad_enabled()
-    leaves = _ROUNDS_BACK[operator]
-    for nth, operand in enumerate(operands):
+    has_gradient, is_enabled = False, torch.is_grad_enabled()
+    for operand in operands:
         parts = operand if isinstance(operand, tuple) and len(operand) == 2 else (operand,)
         key.append(len(parts))
         for tensor in parts:
@@ -152,9 +153,10 @@ def key_of(operator: str, options: Sequence[Any], operands: Sequence[Any]) -> Ca
             where = tensor.get_device(), torch._C._dispatch_keys(tensor).raw_repr()
             key += (type(tensor), tensor.shape, tensor.stride(), tensor.dtype, *where)
             tensors.append(tensor)
-            if is_enabled and tensor.requires_grad:
-                has_gradient, round_back = True, round_back or (nth < leaves and len(parts) == 1)
-    return CallKey(tuple(key), tensors, has_gradient, round_back)
+            has_gradient = has_gradient or (is_enabled and tensor.requires_grad)
+    gradient = known[0] if known else has_gradient and has_round_back(operator, *operands)
+    key.append(gradient)
+    return CallKey(tuple(key), tensors, has_gradient, gradient)
 
 
 def new_plan(run: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> CallPlan:

@@ -283,15 +283,11 @@ def first(workspace: Any, function: Callable[..., _Result], *given: Any) -> _Res
 def repeated(
     operator: str, workspace: Workspace | str, options: Sequence[Any], operands: Sequence[Any], *known: bool | None
 ) -> Repeated | None:
-    """Return a call with its plan; None: it is the first of its kind, or has none.
-
-    For arguments see key_of().  `known`: in an operator of torch, its `gradient`.
-    """
+    """Return a call with its plan; None: it is the first of its kind, or has none.  For arguments see key_of()."""
     owner = _named.get(workspace) if isinstance(workspace, str) else workspace
-    if not isinstance(owner, Workspace) or (found := key_of(operator, options, operands)) is None:
+    if not isinstance(owner, Workspace) or (found := key_of(operator, options, operands, *known)) is None:
         return None
-    gradient = known[0] if known else found.has_round_back
-    if (plan := owner._plans.get((found.key, gradient))) is None:
+    if (plan := owner._plans.get(found.key)) is None:
         return None
     for tensor, span in zip(found.tensors, plan.spans, strict=True):
         begin = tensor.storage_offset() * tensor.element_size()
@@ -303,12 +299,12 @@ def repeated(
         or _functorch.maybe_current_level() is not None
         or torch._C._autograd._profiler_enabled()
     )
-    return Repeated(owner, plan, found.tensors, gradient, not (watched or found.has_gradient))
+    return Repeated(owner, plan, found.tensors, found.gradient, not (watched or found.has_gradient))
 
 
-def keep(owner: Workspace, found: CallKey | None, gradient: bool | None, run: Callable[..., Any]) -> None:
-    """Keep what runs calls with this key.  `gradient`: see Sizes."""
+def keep(owner: Workspace, found: CallKey | None, run: Callable[..., Any]) -> None:
+    """Keep what runs calls with this key."""
     if found is not None and owner._executors is not None:
         if len(owner._plans) >= MOST_PLANS:
             owner._plans.clear()
-        owner._plans[found.key, gradient] = new_plan(run, found.tensors)
+        owner._plans[found.key] = new_plan(run, found.tensors)
