@@ -24,7 +24,6 @@ from tables import (
     round_parts,
     source,
     table,
-    time_of,
     where,
 )
 
@@ -128,7 +127,7 @@ _CALLS = (  # heading, what is measured, and its variants with sums and with row
 
 
 def unsummed() -> str:
-    """Return the times of calls whose results return as sums, and as rows."""
+    """Return the time of calls whose results return as rows over that of the same calls with sums."""
     rows, some = [], unsummed_results()
     for name in some:
         found = load(name)
@@ -136,17 +135,15 @@ def unsummed() -> str:
         times = {(row["model"], row["tokens"], row["what"], row["variant"]): row["us"]["p50"] for row in ours}
         on = where(found).removesuffix("s") if found["case"]["ranks"] == 1 else where(found)
         for model, tokens in dict.fromkeys(key[:2] for key in times):
-            for call, what, sums, unsummed in _CALLS:
-                both = [(model, tokens, what, variant) for variant in (sums, unsummed)]
-                if not times.keys() >= set(both):  # CPU ranks have no fused layer
-                    continue
-                one, other = (times[key] for key in both)
-                cells = (model, str(tokens), call, time_of(one), time_of(other), f"{other / one:.2f}")
-                parts = round_parts(tokens, "combine") if what == "combine" else layer_parts(tokens)
-                rows.append(line(found, parts, on, *cells, at=(4, 5, 6)))
+            cells = []
+            for _, what, sums, unsummed in _CALLS:
+                both = [times.get((model, tokens, what, variant), 0) for variant in (sums, unsummed)]
+                cells.append(f"{both[1] / both[0]:.2f}" if all(both) else "")  # CPU ranks have no fused layer
+            parts = (*layer_parts(tokens), *round_parts(tokens, "combine"))
+            rows.append(line(found, parts, on, model, str(tokens), *cells, at=(3, 4, 5)))
     if not rows:
         return "No result is kept yet."
-    heads = 'on | model | tokens of a rank | call | sums | `wire="rows"` | over sums'
+    heads = " | ".join(["on | model | tokens of a rank", *(heading for heading, *_ in _CALLS)])
     return f"{table(heads, rows)}\n\n{'; '.join(source(name, RESULTS) for name in some)}. {AGED}"
 
 
