@@ -226,15 +226,23 @@ def wanting(workspace: overlap.Workspace, name: str, *wanted: str, compiled: boo
     return call(**given | leaves, workspace=workspace.name)
 
 
+@pytest.fixture
+def compiler() -> None:
+    """Import torch's compiler ahead of ranks, which are threads: some found parts of it while one imported it."""
+    importlib.import_module("torch._dynamo")
+
+
 @pytest.mark.parametrize("calls", ["first", "known", "compiled"])
 @pytest.mark.parametrize("odd", [0, 2])
 @pytest.mark.parametrize(("name", "argument"), WANTS)
-def test_a_gradient_that_one_rank_alone_wants_is_told(name: str, argument: str, odd: int, calls: str) -> None:
+def test_a_gradient_that_one_rank_alone_wants_is_told(
+    name: str, argument: str, odd: int, calls: str, request: pytest.FixtureRequest
+) -> None:
     """Before any backward pass, in which that rank would wait: in a first call, in one that all ranks have made with
     and without gradients before, and where one rank has compiled it.
     """
     if calls == "compiled":
-        importlib.import_module("torch._dynamo")  # ranks are threads, and found parts of it while one imported it
+        request.getfixturevalue("compiler")
 
     def body(workspace: overlap.Workspace) -> tuple[object, ...]:
         alone = workspace.rank == odd
@@ -269,13 +277,17 @@ def test_ranks_want_other_gradients_where_no_round_depends_on_it() -> None:
     on_ranks(3, body)
 
 
-def test_a_compiled_backward_pass_meets_one_that_is_not_compiled() -> None:
-    """A graph does not know the number of its call."""
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("where", ["function", "operator"])
+def test_a_compiled_backward_pass_meets_one_that_is_not_compiled(where: str) -> None:
+    """A graph does not know the number of its call, and an operator that is called directly not who wants gradients."""
 
     def body(workspace: overlap.Workspace) -> torch.Tensor:
         x, w, name = torch.ones(2, 3, dtype=BF16, requires_grad=True), torch.ones(4, 3, dtype=BF16), workspace.name
 
         def run(x: torch.Tensor) -> torch.Tensor:
+            if where == "function":
+                return AGM(x, w, name).sum()
             return torch.ops.moecomm.all_gather_matmul(x, w, name, False, None)[0].sum()
 
         here = torch.compile(run, backend="aot_eager") if workspace.rank == 0 else run
