@@ -1,7 +1,7 @@
 """Tables of ratios on pages for users.
 
-Overlapped operators over NCCL and torch, shares of a NIC's line rate, and transfers of weights over the time of their
-bytes.
+Overlapped operators over NCCL and torch, shares of a NIC's line rate, transfers of weights over the time of their
+bytes, and rows that return unsummed over sums.
 """
 
 from __future__ import annotations
@@ -10,10 +10,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tables import AGED, DOMAINS, OVERLAP, ROOT, THROUGH, gpu, line, load, names, source, table, where
+from tables import (
+    AGED,
+    DOMAINS,
+    OVERLAP,
+    ROOT,
+    THROUGH,
+    gpu,
+    layer_parts,
+    line,
+    load,
+    names,
+    round_parts,
+    source,
+    table,
+    where,
+)
 
 OPERATORS_PAGE, NETWORKS_PAGE = ROOT / "docs" / "overlap.md", ROOT / "docs" / "backends.md"
-TRANSFERS_PAGE = ROOT / "docs" / "weight_transfer.md"
+TRANSFERS_PAGE, UNSUMMED_PAGE = ROOT / "docs" / "weight_transfer.md", ROOT / "docs" / "batch_invariance.md"
 RESULTS = "../bench/results"  # from the pages
 _FEW_ROWS = ", batch "  # in the names of cases of at most 16 rows
 
@@ -99,8 +114,42 @@ def transfers() -> str:
     return f"{table(heads, rows)}\n\n{'; '.join(source(name, RESULTS) for name in some)}. {AGED}"
 
 
+def unsummed_results() -> list[str]:
+    """Return the names of results of `moecomm bench moe --rows-wire`, which no page but batch_invariance.md shows."""
+    return [name for name in names() if name.startswith("rows-wire-")]
+
+
+_CALLS = (  # heading, what is measured, and its variants with sums and with rows
+    ("`combine`", "combine", "", "rows wire"),
+    ("`moe(fused=False)`", "layer", "sequential", "sequential, rows wire"),
+    ("`moe(fused=True)`", "layer", "one launch", "one launch, rows wire"),
+)
+
+
+def unsummed() -> str:
+    """Return the time of calls whose results return as rows over that of the same calls with sums."""
+    rows, some = [], unsummed_results()
+    for name in some:
+        found = load(name)
+        ours = [row for row in found["rows"] if row["who"] == "moecomm" and "us" in row]
+        times = {(row["model"], row["tokens"], row["what"], row["variant"]): row["us"]["p50"] for row in ours}
+        on = where(found).removesuffix("s") if found["case"]["ranks"] == 1 else where(found)
+        for model, tokens in dict.fromkeys(key[:2] for key in times):
+            cells = []
+            for _, what, sums, unsummed in _CALLS:
+                both = [times.get((model, tokens, what, variant), 0) for variant in (sums, unsummed)]
+                cells.append(f"{both[1] / both[0]:.2f}" if all(both) else "")  # CPU ranks have no fused layer
+            parts = (*layer_parts(tokens), *round_parts(tokens, "combine"))
+            rows.append(line(found, parts, on, model, str(tokens), *cells, at=(3, 4, 5)))
+    if not rows:
+        return "No result is kept yet."
+    heads = " | ".join(["on | model | tokens of a rank", *(heading for heading, *_ in _CALLS)])
+    return f"{table(heads, rows)}\n\n{'; '.join(source(name, RESULTS) for name in some)}. {AGED}"
+
+
 FIGURES: dict[Path, Callable[[], str]] = {
     OPERATORS_PAGE: speeds,
     NETWORKS_PAGE: shares,
     TRANSFERS_PAGE: transfers,
+    UNSUMMED_PAGE: unsummed,
 }

@@ -8,12 +8,13 @@ docs/torchtitan.md says which settings of torchtitan work, and which do not.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 
 from moecomm import ops
 from moecomm.base.choices import BackendName
+from moecomm.base.validation import check_name
 from moecomm.buffer import Buffer
 from moecomm.errors import BadInput, Unsupported
 from moecomm.nn.buffers import shared_buffer
@@ -29,6 +30,7 @@ except ImportError as error:
 
 __all__ = ["Metadata", "TokenDispatcher", "use_moecomm"]
 
+WireName: TypeAlias = Literal["exact", "fp8", "int8", "rows"]
 Key = tuple[int, torch.dtype, torch.device]  # columns of a token, and what and where it is
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -68,6 +70,7 @@ class TokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
                 rank.
             timeout_s: how long a rank waits for another, in seconds.
             backend: see Buffer; None: "host" for tensors on the CPU, else "auto".
+            wire: see Buffer.combine, by name; None: rows are added up on their rank, and travel in their dtype.
         """
 
         hidden_dim: int | None = None
@@ -77,11 +80,14 @@ class TokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
         capacity_factor: float | None = None
         timeout_s: float = 600.0
         backend: BackendName | None = None
+        wire: WireName | None = None
 
     def __init__(self, config: TokenDispatcher.Config) -> None:
         super().__init__(config)
         if config.dtype is not None and config.dtype not in _DTYPES:
             raise BadInput("dtype", config.dtype, ", ".join(_DTYPES))
+        if config.wire is not None:
+            check_name("wire", config.wire, get_args(WireName))
         self._config = config
         self._buffers: dict[Key, Buffer] = {}
         self._outgrown: list[Buffer] = []  # backward passes may still need them
@@ -156,7 +162,7 @@ class TokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
         if self._local:
             out: torch.Tensor = LocalTokenDispatcher.combine(self, routed_output_RD, metadata, x_TD)
             return out
-        return ops.combine(routed_output_RD, metadata.handle)
+        return ops.combine(routed_output_RD, metadata.handle, wire=self._config.wire)
 
     @property
     def _local(self) -> bool:
@@ -206,6 +212,7 @@ def use_moecomm(
     capacity_factor: float | None = None,
     timeout_s: float = 600.0,
     backend: BackendName | None = None,
+    wire: WireName | None = None,
 ) -> TokenDispatcher.Config:
     """Configure moecomm in the place of the dispatcher of every MoE layer, whichever one its configuration names.
 
@@ -213,8 +220,9 @@ def use_moecomm(
 
     Args:
         cfg: of torchtitan's dispatcher; its sizes and `pad_multiple` are taken over.
-        dtype, capacity_factor, timeout_s, backend: see TokenDispatcher.Config.
+        dtype, capacity_factor, timeout_s, backend, wire: see TokenDispatcher.Config.
     """
-    options = {"dtype": dtype, "capacity_factor": capacity_factor, "timeout_s": timeout_s, "backend": backend}
+    options: dict[str, Any] = {"dtype": dtype, "capacity_factor": capacity_factor, "timeout_s": timeout_s}
+    options |= {"backend": backend, "wire": wire}
     chosen: TokenDispatcher.Config = derive(cfg, TokenDispatcher.Config, **options)
     return chosen

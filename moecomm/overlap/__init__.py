@@ -27,7 +27,8 @@ of torch.func raise Unsupported.
 Errors of every operator:
 
 - BadInput: a tensor that can't be used, or no room in the Workspace; names the bytes that are needed.
-- Mismatch: ranks made different calls.  CPU ranks compare every call, GPUs the first call of each kind.
+- Mismatch: ranks made different calls, or one wants a gradient that takes a round and another does not.  CPU ranks
+  compare every call, GPUs the first call of each kind.
 - OutOfStep: a call failed on some ranks and not on others.
 - Timeout, PeerLost, Aborted: as of a moecomm.Window.  On GPUs a later call raises them, or Workspace.check().  A wait
   in a collective of NCCL ends as the process group's waits do.
@@ -47,6 +48,7 @@ from moecomm.base.validation import check_flag, check_same_device
 from moecomm.fused.fp8 import Fp8, Operand, as_operand
 from moecomm.overlap import operators
 from moecomm.overlap.measured import Choice
+from moecomm.overlap.plans import has_round_back
 from moecomm.overlap.workspace import Workspace, first, name_of, outer, repeated, run_plan
 
 __all__ = [
@@ -130,7 +132,8 @@ def all_gather_matmul(
     if call.direct:
         y, whole = run_plan(call)
     else:
-        y, *rows = outer(call.owner, operators.all_gather_matmul, *call.arguments(gather, fused))
+        arguments = call.arguments(gather, fused)
+        y, *rows = outer(call.owner, operators.all_gather_matmul, *arguments, gradient=call.gradient)
         whole = rows[0] if isinstance(x, torch.Tensor) else Fp8(*rows)
     product: torch.Tensor = y
     return (product, whole) if return_gathered else product
@@ -240,7 +243,8 @@ def embedding_all_to_all(
     if call.direct:
         y = run_plan(call)
         return y
-    y = outer(call.owner, operators.embedding_all_to_all, tables, indices, offsets, call.owner.name, fused)
+    how = (call.owner.name, fused, call.gradient)
+    y = outer(call.owner, operators.embedding_all_to_all, tables, indices, offsets, *how)
     return y
 
 
@@ -257,7 +261,8 @@ def _embedding_all_to_all(
     offsets = None if offsets is None else as_tensor("offsets", offsets)[0]
     check_same_device(tables=tables, indices=indices, offsets=offsets)
     tangents.refuse("moecomm.overlap.embedding_all_to_all", tables)
-    y: torch.Tensor = operators.embedding_all_to_all(tables, indices, offsets, name, _fused(fused))
+    how = (_fused(fused), has_round_back("embedding_all_to_all", tables))
+    y: torch.Tensor = operators.embedding_all_to_all(tables, indices, offsets, name, *how)
     return y
 
 
@@ -276,7 +281,9 @@ def _all_gather_matmul(
     check_flag("return_gathered", return_gathered)
     keep = torch.is_grad_enabled() and of_w.values.requires_grad
     more = (bool(return_gathered) or keep, _fused(fused), of_x.scales, of_w.scales)
-    found: tuple[torch.Tensor, ...] = operators.all_gather_matmul(of_x.values, of_w.values, name, *more)
+    gradient = has_round_back("all_gather_matmul", x)
+    found: tuple[torch.Tensor, ...]
+    found = operators.all_gather_matmul(of_x.values, of_w.values, name, *more, gradient=gradient)
     y, gathered, scales = found
     if not return_gathered:
         return y
@@ -293,7 +300,7 @@ def _call(operator: str, x: Operand, w: Operand, workspace: Workspace | str, fus
     if call.direct:
         y = run_plan(call)
         return y
-    y = outer(call.owner, getattr(operators, operator), *call.arguments(fused))
+    y = outer(call.owner, getattr(operators, operator), *call.arguments(fused), gradient=call.gradient)
     return y
 
 
@@ -301,7 +308,8 @@ def _product(operator: str, x: Operand, w: Operand, workspace: Workspace | str, 
     """Check the arguments, and call the operator."""
     name, of_x, of_w = _matrices(operator, x, w, workspace)
     run = getattr(operators, operator)
-    y: torch.Tensor = run(of_x.values, of_w.values, name, _fused(fused), of_x.scales, of_w.scales)
+    gradient = has_round_back(operator, x, w)
+    y: torch.Tensor = run(of_x.values, of_w.values, name, _fused(fused), of_x.scales, of_w.scales, gradient=gradient)
     return y
 
 

@@ -21,9 +21,9 @@ _DTYPES = (*DTYPES, FP8)
 WORDS = 16  # int64, of a header
 BYTES = 8 * WORDS
 FAILED, OF = 1, 4  # words of a header that differ from call to call
-_FIRST = 5  # words ahead of the sizes
+_FIRST = 6  # words ahead of the sizes
 FORWARD, UNKNOWN = 0, -1  # in the place of the number of the call whose gradient is computed; UNKNOWN: in a graph
-_FUSED = (False, True, None)
+_FUSED = _GRADIENT = (False, True, None)
 
 
 def header(sizes: Sizes, failed_calls: int = 0, fused: bool | None = False, of: int = FORWARD) -> list[int]:
@@ -36,7 +36,8 @@ def header(sizes: Sizes, failed_calls: int = 0, fused: bool | None = False, of: 
         of: see Workspace.call.
     """
     dims = [sizes.dims[name] for name in compared_names(sizes, fused)]
-    words = [OPERATORS.index(sizes.operator), failed_calls, _DTYPES.index(sizes.given), _FUSED.index(fused), of, *dims]
+    words = [OPERATORS.index(sizes.operator), failed_calls, _DTYPES.index(sizes.given), _FUSED.index(fused), of]
+    words += [_GRADIENT.index(sizes.gradient), *dims]
     return words + [0] * (WORDS - len(words))
 
 
@@ -65,6 +66,9 @@ def difference(
         return Mismatch("fused", fused, _FUSED[theirs[3]], rank)
     if mine[4] != theirs[4] and UNKNOWN not in (mine[4], theirs[4]):
         return Mismatch("backward pass", _pass(mine[4]), _pass(theirs[4]), rank)
+    ours, other = _GRADIENT[mine[5]], _GRADIENT[theirs[5]]
+    if ours is not other and None not in (ours, other):
+        return Mismatch("gradients wanted", ours, other, rank)
     at = next((at for at in range(_FIRST, WORDS) if mine[at] != theirs[at]), None)
     return None if at is None else Mismatch(compared_names(sizes, fused)[at - _FIRST], mine[at], theirs[at], rank)
 

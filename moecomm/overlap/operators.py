@@ -14,7 +14,7 @@ from moecomm.fused.fp8 import Fp8
 from moecomm.overlap import sizes
 from moecomm.overlap.agreement import FORWARD
 from moecomm.overlap.local import product, scatter_bags, sum_in_order
-from moecomm.overlap.plans import key_of
+from moecomm.overlap.plans import has_round_back, key_of
 from moecomm.overlap.workspace import Workspace, find, keep, number_of_call, repeated, run_plan
 
 
@@ -28,12 +28,18 @@ def all_gather_matmul(
     x_scales: torch.Tensor | None = None,
     w_scales: torch.Tensor | None = None,
     of: int = FORWARD,
+    gradient: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Operator of moecomm.overlap.all_gather_matmul.  `of`, here and below: see Workspace.call.
+    """Operator of moecomm.overlap.all_gather_matmul.
 
     The second and third results are the gathered rows and their scales; `[0]` without `gather`, or without scales.
+
+    Args, here and below:
+        of: see Workspace.call.
+        gradient: see Sizes.  An operator can't find it out: autograd is off in it, and graphs have other tensors.
     """
-    y, gathered = _call("all_gather_matmul", workspace, (gather, fused), _matrices(x, w, x_scales, w_scales), of)
+    given = _matrices(x, w, x_scales, w_scales)
+    y, gathered = _call("all_gather_matmul", workspace, (gather, fused), given, of, gradient)
     nothing = x.new_empty(0), x.new_empty(0, dtype=torch.float32)
     if gathered is None:
         return y, *nothing
@@ -50,6 +56,7 @@ def _(
     x_scales: torch.Tensor | None = None,
     w_scales: torch.Tensor | None = None,
     of: int = FORWARD,
+    gradient: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     call = sizes.all_gather_matmul(find(workspace).num_ranks, *_matrices(x, w, x_scales, w_scales).values())
     rows, depth = call.result[0], x.shape[1]
@@ -72,8 +79,9 @@ def _of_matrices(name: str) -> Any:
         x_scales: torch.Tensor | None = None,
         w_scales: torch.Tensor | None = None,
         of: int = FORWARD,
+        gradient: bool | None = None,
     ) -> torch.Tensor:
-        y: torch.Tensor = _call(name, workspace, (fused,), _matrices(x, w, x_scales, w_scales), of)
+        y: torch.Tensor = _call(name, workspace, (fused,), _matrices(x, w, x_scales, w_scales), of, gradient)
         return y
 
     def fake(
@@ -84,6 +92,7 @@ def _of_matrices(name: str) -> Any:
         x_scales: torch.Tensor | None = None,
         w_scales: torch.Tensor | None = None,
         of: int = FORWARD,
+        gradient: bool | None = None,
     ) -> torch.Tensor:
         call = sizes_of(find(workspace).num_ranks, *_matrices(x, w, x_scales, w_scales).values())
         return x.new_empty(call.result, dtype=call.dtype)
@@ -100,33 +109,43 @@ matmul_all_to_all = _of_matrices("matmul_all_to_all")
 
 @torch.library.custom_op("moecomm::embedding_all_to_all", mutates_args=())
 def embedding_all_to_all(
-    tables: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor | None, workspace: str, fused: bool | None
+    tables: torch.Tensor,
+    indices: torch.Tensor,
+    offsets: torch.Tensor | None,
+    workspace: str,
+    fused: bool | None,
+    gradient: bool | None = None,
 ) -> torch.Tensor:
     """Operator of moecomm.overlap.embedding_all_to_all."""
     given = {"tables": tables, "indices": indices}
     if offsets is not None:
         given["offsets"] = offsets
-    y: torch.Tensor = _call("embedding_all_to_all", workspace, (fused,), given, FORWARD)
+    y: torch.Tensor = _call("embedding_all_to_all", workspace, (fused,), given, FORWARD, gradient)
     return y
 
 
 @embedding_all_to_all.register_fake
 def _(
-    tables: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor | None, workspace: str, fused: bool | None
+    tables: torch.Tensor,
+    indices: torch.Tensor,
+    offsets: torch.Tensor | None,
+    workspace: str,
+    fused: bool | None,
+    gradient: bool | None = None,
 ) -> torch.Tensor:
     call = sizes.embedding_all_to_all(find(workspace).num_ranks, tables, indices, offsets)
     return tables.new_empty(call.result)
 
 
 @torch.library.custom_op("moecomm::all_to_all", mutates_args=())
-def all_to_all(x: torch.Tensor, workspace: str, of: int = FORWARD) -> torch.Tensor:
+def all_to_all(x: torch.Tensor, workspace: str, of: int = FORWARD, gradient: bool | None = None) -> torch.Tensor:
     """Send part q of x `[R, ...]` to rank q; return the parts for this rank, by the rank that sent them."""
-    y: torch.Tensor = _call("all_to_all", workspace, (False,), {"x": x}, of)
+    y: torch.Tensor = _call("all_to_all", workspace, (False,), {"x": x}, of, gradient)
     return y
 
 
 @all_to_all.register_fake
-def _(x: torch.Tensor, workspace: str, of: int = FORWARD) -> torch.Tensor:
+def _(x: torch.Tensor, workspace: str, of: int = FORWARD, gradient: bool | None = None) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -141,7 +160,12 @@ def _matrices(
 
 
 def _call(
-    operator: str, workspace: str, options: tuple[bool | None, ...], given: Mapping[str, sizes.Matrix], of: int
+    operator: str,
+    workspace: str,
+    options: tuple[bool | None, ...],
+    given: Mapping[str, sizes.Matrix],
+    of: int,
+    gradient: bool | None,
 ) -> Any:
     """Run a call by its plan; make one if it is the first of its kind.
 
@@ -151,8 +175,9 @@ def _call(
         options: [gather,] fused.
         given: tensors and matrices, by argument.
         of: see Workspace.call.
+        gradient: see Sizes.
     """
-    if (call := repeated(operator, workspace, options, tuple(given.values()))) is not None:
+    if (call := repeated(operator, workspace, options, tuple(given.values()), gradient)) is not None:
         return run_plan(call, of)
     tangents.refuse(f"moecomm::{operator}", *_tensors(given))
     owner = find(workspace)
@@ -161,11 +186,12 @@ def _call(
         found = of_ranks(owner.num_ranks, *given.values(), *([None] if len(given) == 2 and "tables" in given else []))
         ready = tuple(_plain_matrix(owner, argument, matrix) for argument, matrix in given.items())
         *gather, fused = options
+        found = found._replace(gradient=gradient)
         with torch.inference_mode(False):  # a plan keeps tensors, for calls in either mode
             run, again = owner.executors.choose(found, fused, bool(gather and gather[0]), ready)
         result = run(*ready)
         if again:
-            keep(owner, key_of(operator, options, tuple(given.values())), run)
+            keep(owner, key_of(operator, options, tuple(given.values()), gradient), run)
         return result
 
 
@@ -207,8 +233,14 @@ def _refuse_fp8(operator: str, scales: list[torch.Tensor | None]) -> None:
         raise Unsupported(f"gradients of moecomm.overlap.{operator} in FP8: detach x, w and their scales")
 
 
+def _exchange_back(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    """Send part q of a gradient to rank q, for the call of `ctx`."""
+    y: torch.Tensor = all_to_all(grad, ctx.workspace, ctx.call, has_round_back("all_to_all", grad))
+    return y
+
+
 def _keep_all_gather_matmul(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, w, ctx.workspace, ctx.gather, ctx.fused, *scales, _ = inputs
+    x, w, ctx.workspace, ctx.gather, ctx.fused, *scales, _, _ = inputs
     ctx.call = number_of_call(ctx.workspace, output[0])
     _refuse_fp8("all_gather_matmul", scales)
     if ctx.needs_input_grad[1] and not ctx.gather:  # the same on all ranks, and after the round: no peer waits
@@ -225,17 +257,18 @@ def _all_gather_matmul_backward(
     wants_x, wants_w = ctx.needs_input_grad[:2]
     parts = []
     if wants_x and grad is not None:
-        parts.append(matmul_reduce_scatter(grad, w.mT, ctx.workspace, ctx.fused, of=ctx.call))
+        how = {"of": ctx.call, "gradient": has_round_back("matmul_reduce_scatter", grad, w)}
+        parts.append(matmul_reduce_scatter(grad, w.mT, ctx.workspace, ctx.fused, **how))
     if wants_x and ctx.gather and grad_gathered is not None:
         rows = grad_gathered.reshape(find(ctx.workspace).num_ranks, ctx.rows, grad_gathered.shape[1])
-        parts.append(sum_in_order(all_to_all(rows, ctx.workspace, ctx.call)))
+        parts.append(sum_in_order(_exchange_back(ctx, rows)))
     grad_x = sum_in_order(parts) if parts else None
     grad_w = product(grad.mT, gathered.mT) if wants_w and grad is not None else None
-    return grad_x, grad_w, *(None for _ in range(6))
+    return grad_x, grad_w, *(None for _ in range(7))
 
 
 def _keep_matmul_reduce_scatter(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, w, ctx.workspace, ctx.fused, *scales, _ = inputs
+    x, w, ctx.workspace, ctx.fused, *scales, _, _ = inputs
     ctx.call = number_of_call(ctx.workspace, output)
     _refuse_fp8("matmul_reduce_scatter", scales)
     ctx.save_for_backward(x, w)
@@ -244,13 +277,14 @@ def _keep_matmul_reduce_scatter(ctx: Any, inputs: tuple[Any, ...], output: torch
 def _matmul_reduce_scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     x, w = ctx.saved_tensors
     wants_x, wants_w = ctx.needs_input_grad[:2]
-    grad_x, gathered, _ = all_gather_matmul(grad, w.mT, ctx.workspace, wants_w, ctx.fused, of=ctx.call)
+    how = {"of": ctx.call, "gradient": has_round_back("all_gather_matmul", grad)}
+    grad_x, gathered, _ = all_gather_matmul(grad, w.mT, ctx.workspace, wants_w, ctx.fused, **how)
     grad_w = product(gathered.mT, x.mT) if wants_w else None
-    return grad_x if wants_x else None, grad_w, *(None for _ in range(5))
+    return grad_x if wants_x else None, grad_w, *(None for _ in range(6))
 
 
 def _keep_matmul_all_reduce(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, w, _, _, *scales, _ = inputs
+    x, w, _, _, *scales, _, _ = inputs
     _refuse_fp8("matmul_all_reduce", scales)
     ctx.save_for_backward(x, w)
 
@@ -259,11 +293,11 @@ def _matmul_all_reduce_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Ten
     x, w = ctx.saved_tensors
     wants_x, wants_w = ctx.needs_input_grad[:2]
     grad_w = product(grad.mT, x.mT) if wants_w else None
-    return product(grad, w.mT) if wants_x else None, grad_w, *(None for _ in range(5))
+    return product(grad, w.mT) if wants_x else None, grad_w, *(None for _ in range(6))
 
 
 def _keep_matmul_all_to_all(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, w, ctx.workspace, _, *scales, _ = inputs
+    x, w, ctx.workspace, _, *scales, _, _ = inputs
     ctx.call = number_of_call(ctx.workspace, output)
     _refuse_fp8("matmul_all_to_all", scales)
     ctx.save_for_backward(x, w)
@@ -272,14 +306,14 @@ def _keep_matmul_all_to_all(ctx: Any, inputs: tuple[Any, ...], output: torch.Ten
 def _matmul_all_to_all_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     x, w = ctx.saved_tensors
     wants_x, wants_w = ctx.needs_input_grad[:2]
-    rows = all_to_all(grad, ctx.workspace, ctx.call).transpose(0, 1).flatten(1, 2)  # [E, R*C, N], as x has them
+    rows = _exchange_back(ctx, grad).transpose(0, 1).flatten(1, 2)  # [E, R*C, N], as x has them
     grad_x = product(rows, w.mT).view(x.shape) if wants_x else None
     grad_w = product(rows.mT, x.flatten(1, 2).mT) if wants_w else None
-    return grad_x, grad_w, *(None for _ in range(5))
+    return grad_x, grad_w, *(None for _ in range(6))
 
 
 def _keep_embedding_all_to_all(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    tables, indices, offsets, ctx.workspace, _ = inputs
+    tables, indices, offsets, ctx.workspace, _, _ = inputs
     ctx.call = number_of_call(ctx.workspace, output)
     ctx.rows = tables.shape[1]
     ctx.save_for_backward(indices, offsets)
@@ -287,17 +321,17 @@ def _keep_embedding_all_to_all(ctx: Any, inputs: tuple[Any, ...], output: torch.
 
 def _embedding_all_to_all_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     indices, offsets = ctx.saved_tensors
-    batch = all_to_all(grad, ctx.workspace, ctx.call).transpose(0, 1).flatten(1, 2)  # [T, R*B, D]
-    return scatter_bags(batch, indices, offsets, ctx.rows), None, None, None, None
+    batch = _exchange_back(ctx, grad).transpose(0, 1).flatten(1, 2)  # [T, R*B, D]
+    return scatter_bags(batch, indices, offsets, ctx.rows), None, None, None, None, None
 
 
 def _keep_all_to_all(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    _, ctx.workspace, _ = inputs
+    _, ctx.workspace, _, _ = inputs
     ctx.call = number_of_call(ctx.workspace, output)
 
 
 def _all_to_all_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    return all_to_all(grad, ctx.workspace, ctx.call), None, None
+    return _exchange_back(ctx, grad), None, None, None
 
 
 for _operator, _keep, _backward in (

@@ -1,9 +1,10 @@
 """Plans of calls: what a call need not find out again that is like an earlier one of the same Workspace.
 
 A plan is made after the checks of a first call, by the executor that runs it.  A later call compares a key: the
-operator, its options, and of each tensor the class, shape, strides, dtype, device and dispatch keys.  Dispatch keys
-stand for what a first call refuses: quantization, wrappers of torch.func, the negative bit.  A key leaves out what may
-change in a tensor: its address and the size of its storage, which every call looks at.
+operator, its options, whether its backward pass has a round, and of each tensor the class, shape, strides, dtype,
+device and dispatch keys.  Dispatch keys stand for what a first call refuses: quantization, wrappers of torch.func, the
+negative bit.  A key leaves out what may change in a tensor: its address and the size of its storage, which every call
+looks at.
 """
 
 from __future__ import annotations
@@ -19,6 +20,14 @@ from moecomm.overlap import sizes
 from moecomm.overlap.sizes import Matrix, Sizes
 
 MOST_PLANS = 256  # of a Workspace; they are all dropped then
+_ROUNDS_BACK = {  # how many of the first operands have a gradient that takes a round; of others, ranks compute it alone
+    "all_gather_matmul": 1,
+    "matmul_reduce_scatter": 2,
+    "matmul_all_reduce": 0,
+    "matmul_all_to_all": 2,
+    "embedding_all_to_all": 1,
+    "all_to_all": 1,
+}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _OPTIONS = (bool, type(None))
 
@@ -103,20 +112,28 @@ class Operators:
 
 
 class CallKey(NamedTuple):
-    """The key of a call's plan, its tensors, and whether a gradient may be wanted."""
+    """The key of a call's plan, its tensors, whether a gradient may be wanted, and the `gradient` of Sizes."""
 
     key: tuple[Any, ...]
     tensors: list[torch.Tensor]
     has_gradient: bool
+    gradient: bool | None
 
 
-def key_of(operator: str, options: Sequence[Any], operands: Sequence[Any]) -> CallKey | None:
+def has_round_back(operator: str, *operands: object) -> bool:
+    """Return whether the backward pass of a call has a round.  Only the caller of an operator of torch can ask."""
+    operands = operands[: _ROUNDS_BACK[operator]]
+    return torch.is_grad_enabled() and any(isinstance(of, torch.Tensor) and of.requires_grad for of in operands)
+
+
+def key_of(operator: str, options: Sequence[Any], operands: Sequence[Any], *known: bool | None) -> CallKey | None:
     """Return the key of a call, or None for one that has no plan.
 
     Args:
         operator: its name.
         options: those that are not tensors, True, False or None each.
         operands: tensors, and pairs of values and scales.
+        known: in an operator of torch, its `gradient`.
     """
     if forward_ad._current_level >= 0:  # tangents are refused
         return None
@@ -137,7 +154,9 @@ def key_of(operator: str, options: Sequence[Any], operands: Sequence[Any]) -> Ca
             key += (type(tensor), tensor.shape, tensor.stride(), tensor.dtype, *where)
             tensors.append(tensor)
             has_gradient = has_gradient or (is_enabled and tensor.requires_grad)
-    return CallKey(tuple(key), tensors, has_gradient)
+    gradient = known[0] if known else has_gradient and has_round_back(operator, *operands)
+    key.append(gradient)
+    return CallKey(tuple(key), tensors, has_gradient, gradient)
 
 
 def new_plan(run: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> CallPlan:

@@ -31,6 +31,7 @@ class Sizes(NamedTuple):
         agreed: names of those that must be the same on all ranks.
         result: shape of the result.
         fp8: the matrices are float8_e4m3fn with scales.
+        gradient: the backward pass of the call has a round, which all ranks make or none; None: not known.
     """
 
     operator: str
@@ -39,6 +40,7 @@ class Sizes(NamedTuple):
     agreed: tuple[str, ...]
     result: tuple[int, ...]
     fp8: bool = False
+    gradient: bool | None = None
 
     @property
     def given(self) -> torch.dtype:

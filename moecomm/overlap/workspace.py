@@ -232,12 +232,14 @@ class Repeated(NamedTuple):
         owner: its Workspace.
         plan: the function that runs the call.
         tensors: its tensors; those of pairs one by one.
+        gradient: see Sizes.
         direct: the plan may run without the operator: no gradient is wanted, and no mode, transform or profiler is on.
     """
 
     owner: Workspace
     plan: CallPlan
     tensors: list[torch.Tensor]
+    gradient: bool | None
     direct: bool
 
     def arguments(self, *options: Any) -> tuple[Any, ...]:
@@ -265,10 +267,10 @@ def run_plan(call: Repeated, of: int = agreement.FORWARD) -> Any:
         return plan.run(*given)
 
 
-def outer(owner: Workspace, function: Callable[..., _Result], *given: Any) -> _Result:
+def outer(owner: Workspace, function: Callable[..., _Result], *given: Any, **how: Any) -> _Result:
     """Call a function that makes a call of this thread, and count it if it fails before that.  Raises as call()."""
     with owner.call(outer=True):
-        return function(*given)
+        return function(*given, **how)
 
 
 def first(workspace: Any, function: Callable[..., _Result], *given: Any) -> _Result:
@@ -279,11 +281,11 @@ def first(workspace: Any, function: Callable[..., _Result], *given: Any) -> _Res
 
 
 def repeated(
-    operator: str, workspace: Workspace | str, options: Sequence[Any], operands: Sequence[Any]
+    operator: str, workspace: Workspace | str, options: Sequence[Any], operands: Sequence[Any], *known: bool | None
 ) -> Repeated | None:
     """Return a call with its plan; None: it is the first of its kind, or has none.  For arguments see key_of()."""
     owner = _named.get(workspace) if isinstance(workspace, str) else workspace
-    if not isinstance(owner, Workspace) or (found := key_of(operator, options, operands)) is None:
+    if not isinstance(owner, Workspace) or (found := key_of(operator, options, operands, *known)) is None:
         return None
     if (plan := owner._plans.get(found.key)) is None:
         return None
@@ -297,7 +299,7 @@ def repeated(
         or _functorch.maybe_current_level() is not None
         or torch._C._autograd._profiler_enabled()
     )
-    return Repeated(owner, plan, found.tensors, not (watched or found.has_gradient))
+    return Repeated(owner, plan, found.tensors, found.gradient, not (watched or found.has_gradient))
 
 
 def keep(owner: Workspace, found: CallKey | None, run: Callable[..., Any]) -> None:

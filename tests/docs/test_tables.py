@@ -17,12 +17,14 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "bench" / "results"
 STUDY = "docs/maintainers/all_gather_matmul_study.md"
+WAITING = {"docs/batch_invariance.md": "rows-wire"}  # pages whose generated part is empty without results of a kind
 BLOCKS = (
     "README.md",
     STUDY,
     "docs/overlap.md",
     "docs/backends.md",
     "docs/weight_transfer.md",
+    *(page for page, kind in WAITING.items() if list(RESULTS.glob(f"{kind}-*.json"))),
 )  # pages with a generated part
 MEASUREMENTS, CALLS, CHECKS, WIDE, DLRM = (
     "docs/measurements.md",
@@ -109,7 +111,7 @@ def test_no_page_of_results_is_left_out() -> None:
     """Generated pages and blocks say so."""
     written = re.compile(r"written by bench/|[Ww]ritten by `python bench/|written with this page")
     pages = [ROOT / "README.md", *ROOT.glob("bench/*.md"), *ROOT.glob("docs/**/*.md")]
-    assert {str(page.relative_to(ROOT)) for page in pages if written.search(page.read_text())} == set(PAGES)
+    assert {str(page.relative_to(ROOT)) for page in pages if written.search(page.read_text())} == {*PAGES, *WAITING}
 
 
 def row_of(name: str, **named: Any) -> Result:
@@ -164,6 +166,10 @@ def cells() -> Iterator[tuple[str, str, str, list[float]]]:
     yield "docs/backends.md", "1 H100 |", "dispatch, `flat`", shares
     apart = row_of("transfer-cpu", sets="apart", cast="fp8")
     yield "docs/weight_transfer.md", '2 CPU ranks | `"fp8"` |', "apart: over bytes alone", [apart["of_bytes"]]
+    for path in RESULTS.glob("rows-wire-*.json"):
+        alike = {"model": "qwen3-30b-a3b", "tokens": 128, "what": "combine", "who": "moecomm"}
+        sums, rows = (row_of(path.stem, **alike, variant=variant)["us"]["p50"] for variant in ("", "rows wire"))
+        yield "docs/batch_invariance.md", "1 H200 | qwen3-30b-a3b | 128 |", "`combine`", [rows / sums]
     yield WIDE, "8 | 128, decode", "mean ranks per token", [result("wide-ep")["rows"][0]["ranks_wanted"]]
     of_one = {"model": "deepseek-v3", "gemm": 2, "tokens": 64}
     both = [row_of("gemm-packed-mxfp4-h200", **of_one, dtype=dtype) for dtype in ("packed-mxfp4", "fp8")]

@@ -165,6 +165,13 @@ PIECES = (
         f"tune gemms --model deepseek-v3 --ranks 4 --rows 8,128,1024 --out {FOLDER}/gemms.tune",
         gpus=1,
     ),
+    Piece(
+        "rows-wire",
+        120,
+        "moe --model qwen3-30b-a3b --ranks 1 --tokens 128,4096 --rows-wire --no-peers --replays 7 --singles 0 "
+        "--sustained 0",
+        gpus=1,
+    ),
     Piece("passes", 100, "passes.py", gpus=1),
     Piece("checks", 100, "one_rank.py", gpus=1),
     Piece("virtual-ranks", 200, "virtual_ranks.py", gpus=1),

@@ -1,5 +1,5 @@
-"""Every call that a framework makes of deep_ep fits moecomm's, by name: as its newest version writes it, and as the
-source of an installed one does.  test_bad_use.py has what is then refused, by name.
+"""Every call that a framework makes of deep_ep, and SGLang of nixl_ep, fits moecomm's, by name: as its newest version
+writes it, and as the source of an installed one does.  test_bad_use.py has what is then refused, by name.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from moecomm.compat import deep_ep
+from moecomm.compat import deep_ep, nixl_ep
 
 EVENT = "previous_event async_finish allocate_on_comm_stream"
 LAYOUT = "num_tokens_per_rank num_tokens_per_rdma_rank is_token_in_rank num_tokens_per_expert"
@@ -76,6 +76,16 @@ CALLS: dict[str, list[tuple[str, int, str]]] = {
         ),
         ("ElasticBuffer.combine", 1, "handle topk_weights"),
     ],
+    "sglang/srt/layers/moe/token_dispatcher/nixl.py": [
+        ("NixlBuffer", 0, "rank tcp_store_group"),
+        ("NixlBuffer.update_memory_buffers", 0, "num_ranks num_experts_per_rank num_rdma_bytes"),
+        ("NixlBuffer.get_rdma_size_hint", 4, ""),
+        ("NixlBuffer.set_tcp_store_group", 1, ""),
+        ("NixlBuffer.connect_ranks", 1, ""),
+        ("NixlBuffer.dispatch", 4, "use_fp8 async_finish return_recv_hook round_scale use_ue8m0"),
+        ("NixlBuffer.combine", 0, "x topk_idx topk_weights handle async_finish return_recv_hook"),
+        ("NixlBuffer.query_mask_buffer", 1, ""),
+    ],
     "torchtitan/distributed/deepep/deepep.py": [
         ("ElasticBuffer", 1, f"num_bytes {ELASTIC} deterministic explicitly_destroy"),
         ("ElasticBuffer.get_buffer_size_hint", 3, "num_topk use_fp8_dispatch"),
@@ -112,6 +122,7 @@ CALLS: dict[str, list[tuple[str, int, str]]] = {
 }
 WRITTEN = [(file, *call) for file, calls in CALLS.items() for call in calls]
 KINDS = {"Buffer": deep_ep.Buffer, "ElasticBuffer": deep_ep.ElasticBuffer, "HybridEPBuffer": deep_ep.HybridEPBuffer}
+KINDS |= {"NixlBuffer": nixl_ep.Buffer}
 
 
 def parameters(call: str) -> list[str]:

@@ -205,7 +205,11 @@ def engines_of(
 
 
 IN_MEGATRON = ("float32", "bfloat16", "MXFP8")  # it has no other FP8 rows
-ORDER = torch.randperm(4 * TOKENS + 6, generator=torch.Generator().manual_seed(1))
+
+
+def shuffled(everybody: torch.Tensor) -> torch.Tensor:
+    """Return the rows of all trainers in the order in which an engine gets them."""
+    return everybody[torch.randperm(len(everybody), generator=torch.Generator().manual_seed(1))]
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -221,7 +225,7 @@ def test_an_engine_gives_the_bits_of_the_trainer(
         everybody[rank] = trained(trainers[rank], transfer, FORMATS[form])
 
     def given() -> list[torch.Tensor]:
-        return [torch.cat(parts)[ORDER] for parts in zip(*everybody, strict=True)]
+        return [shuffled(torch.cat(parts)) for parts in zip(*everybody, strict=True)]
 
     outs = engines_of(held, train, lambda: given()[:3], FORMATS[form])
     wanted = given()[3]
@@ -290,19 +294,80 @@ def test_experts_in_an_engine_give_the_bits_of_those_in_megatron(
     monkeypatch.setattr(sys.modules["vllm.envs"], "VLLM_BATCH_INVARIANT", True)
     everybody = computing_ranks.run(TRAINERS, _in_megatron)
     for name in IN_MEGATRON:
-        _check_engines(FORMATS[name], [found[name] for found in everybody])
+        _check_engines(FORMATS[name], [found[name] for found in everybody], sums=False)
 
 
-def _check_engines(form: Format, everybody: list[tuple[Seen, dict[str, Any]]]) -> None:
+def _in_torchtitan(rank: int, group: Any) -> tuple[Seen, dict[str, Any]]:
+    """As _trained_in_megatron(), by the expert layer of torchtitan, whose experts compute in bfloat16."""
+    from tests.integrations.torchtitan_stub import without_triton
+
+    without_triton()
+    from torch.distributed.device_mesh import init_device_mesh
+    from torchtitan.distributed.utils import set_spmd_backend
+    from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+
+    from moecomm.integrations.torchtitan import TokenDispatcher
+
+    set_spmd_backend("default")  # the other one takes groups from meshes that only its trainer registers
+    layer = RoutedExperts.Config(
+        inner_experts=GroupedExperts.Config(dim=HIDDEN, hidden_dim=INNER, num_experts=EXPERTS // TRAINERS),
+        token_dispatcher=TokenDispatcher.Config(num_experts=EXPERTS, top_k=TOPK, wire="rows"),
+    ).build()
+    layer.token_dispatcher.wire_meshes(ep_mesh=init_device_mesh("cpu", (TRAINERS,)))
+    g, seen, experts = torch.Generator().manual_seed(rank), Seen(), layer.inner_experts
+    for w in layer.parameters():
+        torch.nn.init.normal_(w, std=0.1, generator=g)
+    whole = experts.forward
+
+    def products(*, A: torch.Tensor, B_t: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        """Their grouped product, row by row."""
+        ends = offs.tolist()
+        parts = [linear(A[at, None], w.mT) for w, *of in zip(B_t, [0, *ends], ends, strict=False) for at in range(*of)]
+        return torch.cat([*parts, A.new_zeros(len(A) - len(parts), B_t.shape[-1])])
+
+    def noted(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = whole(rows, counts)
+        sizes = counts.tolist()
+        groups = (t[: sum(sizes)].split(sizes) for t in (rows, y))
+        for slot, of in enumerate(zip(*groups, strict=True)):
+            seen.note(2 * rank + slot, *of)
+        return y
+
+    experts._grouped_mm, experts.forward = products, noted
+    x = torch.randn(1, TOKENS + 1, HIDDEN, generator=g).bfloat16()
+    ids = torch.rand(len(x[0]), EXPERTS, generator=g).argsort(dim=1)[:, :TOPK].contiguous()
+    weights = torch.rand(len(ids), TOPK, generator=g)
+    given = (x, weights[None], ids[None], torch.bincount(ids.flatten(), minlength=EXPERTS))
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+    layer(*given).float().square().mean().backward()
+    optimizer.step()
+    seen.clear()
+    with torch.no_grad():
+        w13 = torch.cat([experts.w1_EFD, experts.w3_EFD], dim=1)
+        results = {"x": x[0], "weights": weights, "out": layer(*given)[0], "w13": w13, "w2": experts.w2_EDF}
+    return seen, {"ids": ids.numpy(), **{name: t.detach().float().numpy() for name, t in results.items()}}
+
+
+def test_an_engine_gives_the_bits_of_torchtitan(
+    batches: Any, monkeypatch: pytest.MonkeyPatch, computing_ranks: Any
+) -> None:
+    if importlib.util.find_spec("torchtitan") is None:
+        pytest.skip("needs torchtitan, installed: python -m tests.integrations.versions torchtitan")
+    monkeypatch.setattr(sys.modules["vllm.envs"], "VLLM_BATCH_INVARIANT", True)
+    _check_engines(FORMATS["bfloat16"], computing_ranks.run(TRAINERS, _in_torchtitan), sums=True)
+
+
+def _check_engines(form: Format, everybody: list[tuple[Seen, dict[str, Any]]], *, sums: bool) -> None:
+    """Compare what engines compute with a trainer's results of experts and, with `sums`, of the layer."""
     wanted = all_of(seen for seen, _ in everybody)
-    assert len(wanted) == TOPK * len(ORDER)
+    assert len(wanted) == sum(found["ids"].size for _, found in everybody)
 
     def of(name: str, rank: int) -> torch.Tensor:
         t = torch.from_numpy(everybody[rank][1][name])
         return t if name in ("ids", "weights") else t.to(form.dtype)
 
     def given(name: str) -> torch.Tensor:
-        return torch.cat([of(name, rank) for rank in range(TRAINERS)])[ORDER]
+        return shuffled(torch.cat([of(name, rank) for rank in range(TRAINERS)]))
 
     def send(rank: int, transfer: WeightTransfer) -> None:
         transfer.stage({name: of(name, rank) for name in SHAPES})
@@ -314,5 +379,5 @@ def _check_engines(form: Format, everybody: list[tuple[Seen, dict[str, Any]]]) -
         assert found == wanted
         for rank, (out, _) in enumerate(outs):
             theirs = given("out")[rank :: len(held)]
-            most = 8 * torch.finfo(form.dtype).eps * float(theirs.abs().max())
+            most = 0 if sums else 8 * torch.finfo(form.dtype).eps * float(theirs.abs().max())
             torch.testing.assert_close(out, theirs, rtol=0, atol=most)

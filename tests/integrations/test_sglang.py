@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from moecomm.compat import deep_ep
+from moecomm.compat import deep_ep, nixl_ep
 from moecomm.integrations import sglang
 from tests.compat import oracle
 from tests.compat.test_low_latency import check_arrival, check_nvfp4_arrival
@@ -25,7 +25,7 @@ INSTALLED = importlib.util.find_spec("sglang")
 @pytest.fixture(autouse=True)
 def modules() -> Iterator[None]:
     def ours() -> dict[str, ModuleType]:
-        return {name: m for name, m in sys.modules.items() if name.split(".")[0] in ("deep_ep", "sglang")}
+        return {name: m for name, m in sys.modules.items() if name.split(".")[0] in ("deep_ep", "nixl_ep", "sglang")}
 
     before = ours()
     for name in before:
@@ -45,16 +45,21 @@ def test_deep_ep_is_moecomm_where_the_place_is_free_or_asked_for(
 ) -> None:
     if wanted:
         monkeypatch.setenv("MOECOMM_SGLANG", wanted)
-    other = ModuleType("deep_ep")
+    other, other_nixl = ModuleType("deep_ep"), ModuleType("nixl_ep")
     if there:
-        sys.modules["deep_ep"] = other
+        sys.modules |= {"deep_ep": other, "nixl_ep": other_nixl}
     for _ in range(2):
         sglang.register()
     assert sys.modules.get("deep_ep") is (deep_ep if taken else other if there else None)
+    assert sys.modules.get("nixl_ep") is (nixl_ep if taken else other_nixl if there else None)
     if taken:
         from deep_ep import Buffer, Config, ElasticBuffer  # what its dispatchers import
 
         assert (Buffer, Config, ElasticBuffer) == (deep_ep.Buffer, deep_ep.Config, deep_ep.ElasticBuffer)
+        from nixl_ep import Buffer as Nixl
+        from nixl_ep import topk_idx_t
+
+        assert (Nixl, topk_idx_t) == (nixl_ep.Buffer, torch.int64)
 
 
 def test_a_dispatcher_that_was_first_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
@@ -124,6 +129,20 @@ def test_its_dispatcher_calls_what_there_is() -> None:
     assert {name for name in used - instance if not hasattr(deep_ep.Buffer, name)} == set()
     text = (folder / "deepep_v2.py").read_text()
     assert "from deep_ep import ElasticBuffer" in text
+
+
+def test_its_dispatcher_calls_what_there_is_of_nixl_ep() -> None:
+    """Every attribute that it takes of nixl_ep's Buffer, in its source, but for one in a method that nothing calls."""
+    if INSTALLED is None or not INSTALLED.submodule_search_locations:
+        pytest.skip("needs sglang, installed; its source is read")
+    import re
+
+    folder = Path(next(iter(INSTALLED.submodule_search_locations)))
+    file = folder / "srt" / "layers" / "moe" / "token_dispatcher" / "nixl.py"
+    used = set(re.findall(r"\b(?:Buffer|buffer)\.([a-z]\w*)", file.read_text()))
+    assert {"dispatch", "combine", "connect_ranks", "query_mask_buffer", "set_tcp_store_group"} <= used
+    assert {name for name in used - {"group_size"} if not hasattr(nixl_ep.Buffer, name)} == {"clean_buffer"}
+    assert not any("NixlEPBuffer.clean_buffer" in path.read_text() for path in folder.rglob("*.py"))
 
 
 def test_its_dispatcher_is_not_reached_by_hooks() -> None:

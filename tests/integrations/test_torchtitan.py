@@ -68,6 +68,7 @@ def built(ours: Any, mesh: Any, **settings: Any) -> Any:
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "padded": {"pad_multiple": 8},
+    "unsummed": {"wire": "rows"},
     "room for all": {"capacity_factor": math.inf},
     "room for all, padded": {"capacity_factor": math.inf, "pad_multiple": 8},
     "opened before": {"dtype": "float32", "hidden_dim": HIDDEN, "num_max_tokens_per_rank": 2 * TOKENS},
@@ -94,7 +95,7 @@ def test_outputs_and_gradients_are_those_of_plain_torch(ours: Any, settings: dic
     assert _same(ours, settings) == [[True] * 4] * RANKS
 
 
-@pytest.mark.parametrize("name", ["plain", "padded"])
+@pytest.mark.parametrize("name", ["plain", "unsummed", "padded"])
 def test_rows_that_have_no_room_change_nothing(ours: Any, name: str) -> None:
     with little_room(), patch.object(chunks, "dispatch", wraps=chunks.dispatch) as chunked:
         assert _same(ours, CASES[name]) == [[True] * 4] * RANKS
@@ -201,13 +202,15 @@ def test_a_graph_of_torch_compile_holds_both_rounds(ranks: Any) -> None:
 
 def test_the_override_takes_over_what_a_configuration_says(ours: Any) -> None:
     theirs = stub.HybridEPTokenDispatcher.Config(**SIZES, pad_multiple=32, hidden_dim=64, num_max_tokens_per_rank=512)
-    found = ours.use_moecomm(theirs, dtype="bfloat16", capacity_factor=2.0, timeout_s=5.0, backend="host")
+    options = {"dtype": "bfloat16", "capacity_factor": 2.0, "timeout_s": 5.0, "backend": "host", "wire": "rows"}
+    found = ours.use_moecomm(theirs, **options)
     assert type(found) is ours.TokenDispatcher.Config
-    want = {"pad_multiple": 32, "hidden_dim": 64, "num_max_tokens_per_rank": 512, "timeout_s": 5.0, "backend": "host"}
-    assert all(getattr(found, name) == value for name, value in {**SIZES, **want, "capacity_factor": 2.0}.items())
+    want = {"pad_multiple": 32, "hidden_dim": 64, "num_max_tokens_per_rank": 512}
+    assert all(getattr(found, name) == value for name, value in {**SIZES, **want, **options}.items())
     assert type(found.build()) is ours.TokenDispatcher
-    with pytest.raises(moecomm.BadInput, match="dtype"):
-        ours.use_moecomm(theirs, dtype="float8").build()
+    for wrong in ({"dtype": "float8"}, {"wire": "row"}):
+        with pytest.raises(moecomm.BadInput, match=next(iter(wrong))):
+            ours.use_moecomm(theirs, **wrong).build()
 
 
 def test_a_torchtitan_without_the_interface_is_named() -> None:

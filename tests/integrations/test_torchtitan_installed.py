@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 )
 HIDDEN, INNER, EXPERTS, TOPK, TOKENS = 32, 48, 8, 2, 13
 OVERRIDE = "moecomm.integrations.torchtitan.use_moecomm"
-OPTIONS: tuple[dict[str, Any], ...] = ({}, {"capacity_factor": math.inf}, {"dtype": "float32"})
+OPTIONS: tuple[dict[str, Any], ...] = ({}, {"capacity_factor": math.inf}, {"dtype": "float32"}, {"wire": "rows"})
 
 
 def _same(rank: int, group: Any) -> list[list[bool]] | str:

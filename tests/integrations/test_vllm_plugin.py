@@ -53,6 +53,33 @@ def test_the_place_of_deepep_is_taken_where_it_is_free_or_asked_for(
         assert places.DEEPEP_QUANT_BLOCK_SHAPE == [128, 128]
 
 
+def test_on_cpus_each_backend_has_its_manager(batches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A communicator on CPUs makes an AgRsAll2AllManager, whatever was asked for."""
+    from moecomm.integrations import vllm
+
+    class Theirs:
+        def __init__(self, cpu_group: Any, tcp_store_group: Any = None) -> None:
+            self.group = cpu_group
+
+    monkeypatch.setenv("MOECOMM_VLLM", "always")
+    all2all = sys.modules["vllm.distributed.device_communicators.all2all"]
+    monkeypatch.setattr(all2all, "AgRsAll2AllManager", Theirs, raising=False)
+    monkeypatch.setattr(sys.modules["vllm.platforms"].current_platform, "is_cpu", lambda: True)
+    for _ in range(2):
+        vllm.register()
+    from moecomm.integrations.vllm.managers import BatchedManager, StandardManager
+
+    group = moecomm.local_ranks(1)[0]
+    parallel = sys.modules["vllm.config"].parallel
+    for asked, kind in {
+        "deepep_high_throughput": StandardManager,
+        "deepep_low_latency": BatchedManager,
+        "allgather_reducescatter": Theirs,
+    }.items():
+        monkeypatch.setattr(parallel, "all2all_backend", asked, raising=False)
+        assert type(all2all.AgRsAll2AllManager(group)) is kind
+
+
 def test_a_vllm_without_the_place_is_told_from_one_that_is_asked(
     batches: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -62,6 +62,7 @@ FRAMEWORKS = {
             "tests/integrations/test_torchtitan_installed.py",
             "tests/integrations/test_torchtitan_deep_ep.py",
             "tests/integrations/test_torchtitan.py",
+            "tests/integrations/test_same_bits.py::test_an_engine_gives_the_bits_of_torchtitan",
         ),
         beside=("spmd_types==0.2.3", "tyro", "docstring_parser", "einops"),
     ),

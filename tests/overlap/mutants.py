@@ -43,10 +43,10 @@ MUTANTS = [
     Mutant(
         "the own part is not rounded before it is added",
         "host",
-        "return sum_in_order(views[half])",
+        "found = sum_in_order(views[half])",
         "parts = [of.float() for of in views[half]]\n"
         "                parts[self._rank] = x.float() @ w.float().mT\n"
-        "                return sum(parts).to(x.dtype)",
+        "                found = sum(parts).to(x.dtype)",
         (REDUCE,),
     ),
     Mutant(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import threading
 import weakref
 from collections.abc import Callable
@@ -206,13 +207,87 @@ def test_backward_passes_in_another_order_are_told(name: str) -> None:
     assert on_ranks(3, body) == [("backward pass", *values) for values in (first, first, second)]
 
 
-def test_a_compiled_backward_pass_meets_one_that_is_not_compiled() -> None:
-    """A graph does not know the number of its call."""
+ROUNDS_BACK: dict[str, tuple[str, ...]] = {  # by operator, the arguments whose gradient takes a round
+    "all_gather_matmul": ("x",),
+    "matmul_reduce_scatter": ("x", "w"),
+    "matmul_all_to_all": ("x", "w"),
+    "embedding_all_to_all": ("tables",),
+}
+WANTS = [(name, argument) for name, arguments in ROUNDS_BACK.items() for argument in arguments]
+
+
+def wanting(workspace: overlap.Workspace, name: str, *wanted: str, compiled: bool = False) -> torch.Tensor:
+    """Make a call, the same on all ranks but for the gradients that it wants."""
+    given: dict[str, Any] = random_case(name, 3, 5, dtype=BF16).given[workspace.rank]
+    leaves = {argument: given[argument].clone().requires_grad_() for argument in wanted}
+    call: Callable[..., torch.Tensor] = getattr(overlap, name)
+    if compiled:
+        call = torch.compile(call, backend="aot_eager", fullgraph=True)
+    return call(**given | leaves, workspace=workspace.name)
+
+
+@pytest.fixture
+def compiler() -> None:
+    """Import torch's compiler ahead of ranks, which are threads: some found parts of it while one imported it."""
+    importlib.import_module("torch._dynamo")
+
+
+@pytest.mark.parametrize("calls", ["first", "known", "compiled"])
+@pytest.mark.parametrize("odd", [0, 2])
+@pytest.mark.parametrize(("name", "argument"), WANTS)
+def test_a_gradient_that_one_rank_alone_wants_is_told(
+    name: str, argument: str, odd: int, calls: str, request: pytest.FixtureRequest
+) -> None:
+    """Before any backward pass, in which that rank would wait: in a first call, in one that all ranks have made with
+    and without gradients before, and where one rank has compiled it.
+    """
+    if calls == "compiled":
+        request.getfixturevalue("compiler")
+
+    def body(workspace: overlap.Workspace) -> tuple[object, ...]:
+        alone = workspace.rank == odd
+        compiled = calls == "compiled" and workspace.rank == 1
+        for wanted in ((), (argument,)) if calls != "first" else ():
+            wanting(workspace, name, *wanted, compiled=compiled)
+        if calls == "known":
+            with torch.no_grad():
+                wanting(workspace, name, *((argument,) if alone else ()))
+        with pytest.raises(moecomm.Mismatch) as caught:
+            wanting(workspace, name, *((argument,) if alone else ()), compiled=compiled)
+        with pytest.raises(moecomm.OutOfStep, match="gradients wanted"):
+            wanting(workspace, name)
+        return caught.value.field, caught.value.mine, caught.value.theirs
+
+    assert on_ranks(3, body) == [("gradients wanted", rank == odd, rank != odd) for rank in range(3)]
+
+
+def test_ranks_want_other_gradients_where_no_round_depends_on_it() -> None:
+    def body(workspace: overlap.Workspace) -> None:
+        for name, gradients in {
+            "all_gather_matmul": ((), ("w",)),
+            "matmul_reduce_scatter": (("x",), ("w",), ("x", "w")),
+            "matmul_all_reduce": ((), ("x",), ("x", "w")),
+            "matmul_all_to_all": (("x",), ("x", "w"), ("w",)),
+        }.items():
+            for turn in range(6):
+                y = wanting(workspace, name, *gradients[(turn + workspace.rank) % len(gradients)])
+                if y.requires_grad:
+                    y.sum().backward()
+
+    on_ranks(3, body)
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("where", ["function", "operator"])
+def test_a_compiled_backward_pass_meets_one_that_is_not_compiled(where: str) -> None:
+    """A graph does not know the number of its call, and an operator that is called directly not who wants gradients."""
 
     def body(workspace: overlap.Workspace) -> torch.Tensor:
         x, w, name = torch.ones(2, 3, dtype=BF16, requires_grad=True), torch.ones(4, 3, dtype=BF16), workspace.name
 
         def run(x: torch.Tensor) -> torch.Tensor:
+            if where == "function":
+                return AGM(x, w, name).sum()
             return torch.ops.moecomm.all_gather_matmul(x, w, name, False, None)[0].sum()
 
         here = torch.compile(run, backend="aot_eager") if workspace.rank == 0 else run

@@ -18,7 +18,7 @@ import moecomm
 from moecomm import overlap
 from moecomm.overlap import exchanges, measured, sizes
 from moecomm.overlap import workspace as workspaces
-from moecomm.overlap.agreement import BYTES
+from moecomm.overlap.agreement import BYTES, FirstCalls
 from moecomm.overlap.exchanges import Copies
 from moecomm.overlap.executors import GpuExecutors
 from moecomm.overlap.measured import Choice, Choices
@@ -266,6 +266,38 @@ def test_ranks_that_pass_another_fused_are_told(monkeypatch: pytest.MonkeyPatch)
         return caught.value.field, caught.value.mine
 
     assert on_windows(2, body) == [("fused", None), ("fused", True)] and not measurements
+
+
+@pytest.mark.usefixtures("fused")
+def test_the_first_call_of_each_kind_compares_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later one makes no exchange; and one measurement serves calls with and without gradients."""
+    measurements = set_costs(monkeypatch.setattr, lambda rank: {"fused": 1.0, "copies": 2.0})
+    exchanges = list[int]()
+    exchange = FirstCalls.exchange
+
+    def counted(self: FirstCalls, mine: list[int]) -> list[list[int]]:
+        exchanges.append(mine[0])
+        return exchange(self, mine)
+
+    monkeypatch.setattr(FirstCalls, "exchange", counted)
+
+    def body(window: moecomm.Window) -> Any:
+        executors = GpuExecutors(window, ROOM, CallNumbers())
+        call, given = gather_of(3, 8)
+        made = []
+        for gradient in (False, True, False, True):
+            executors.choose(call._replace(gradient=gradient), None, False, given)
+            window.barrier()
+            made.append(len(exchanges))
+            window.barrier()
+        call, given = gather_of(3, 16)
+        with pytest.raises(moecomm.Mismatch) as caught:
+            executors.choose(call._replace(gradient=window.rank == 1), None, False, given)
+        return made, caught.value.field, caught.value.mine, caught.value.theirs
+
+    # Of the first call, both ranks exchange headers and times.
+    assert on_windows(2, body) == [([4, 6, 6, 6], "gradients wanted", *both) for both in ((False, True), (True, False))]
+    assert sorted(measurements) == [0, 1]
 
 
 def shapes(given: dict[str, torch.Tensor]) -> list[torch.Size]:

@@ -8,8 +8,10 @@ import torch
 from vllm.config import get_current_vllm_config
 
 from moecomm.dispatch.routed import Routed
-from moecomm.integrations.vllm.managers import StandardManager
+from moecomm.integrations.vllm.managers import BatchedManager, StandardManager
 from moecomm.integrations.vllm.standard import StandardPrepareAndFinalize
+
+_MANAGERS = {"deepep_high_throughput": StandardManager, "deepep_low_latency": BatchedManager}
 
 
 class PrepareAndFinalizeOnCpus(StandardPrepareAndFinalize):
@@ -41,7 +43,6 @@ class ManagerOnCpus:
         self.theirs = theirs
 
     def __call__(self, cpu_group: Any, tcp_store_group: Any = None) -> Any:
-        """A StandardManager where `deepep_high_throughput` was asked for."""
+        """Return moecomm's manager of the backend that was asked for, if it has one."""
         asked = get_current_vllm_config().parallel_config.all2all_backend
-        kind = StandardManager if asked == "deepep_high_throughput" else self.theirs
-        return kind(cpu_group, tcp_store_group)
+        return _MANAGERS.get(asked, self.theirs)(cpu_group, tcp_store_group)
