@@ -37,7 +37,7 @@ from moecomm.errors import (
     Timeout,
 )
 from moecomm.membership.meeting import Survivors
-from moecomm.ranks.board import StoreBoard
+from moecomm.ranks.board import KeptBoard, StoreBoard
 from moecomm.ranks.group import Group
 from moecomm.ranks.opening import Opening, opening
 from moecomm.ranks.rendezvous import rendezvous
@@ -53,7 +53,8 @@ if TYPE_CHECKING:
 
 _WORD = 8  # bytes of a number that ranks compare
 _COUNT_BITS = 32  # of a count of records, below the number of the stage()
-_SHORTEST_NAP_S, _LONGEST_NAP_S, _LOOK_S = 2e-5, 1e-3, 0.05  # between two looks for records, for failures
+_SHORTEST_NAP_S, _LONGEST_NAP_S, _GROWTH = 2e-5, 1e-3, 1.25  # between two looks for records
+_LOOK_S = 0.05  # between two looks for failures
 Into = Mapping[str, "torch.Tensor | tuple[torch.Tensor, ...]"]
 
 
@@ -151,6 +152,7 @@ class WeightTransfer(Bound):
             self._streams = [torch.cuda.Stream(device) for _ in range(2)]  # type: ignore[no-untyped-call]
         receivers = [rank for rank, route in enumerate(self._routes) if route.slots]
         name = f"transfer/{agreement.number}"
+        self._board = KeptBoard(ranks.board)
         self._all = self._part(ranks, range(ranks.ranks), f"{name}/stage/")
         self._receivers = self._part(ranks, receivers, f"{name}/commit/") if self._route.slots else None
         self._members = {"stage": list(range(ranks.ranks)), "commit": receivers}
@@ -283,7 +285,7 @@ class WeightTransfer(Bound):
     def _part(self, ranks: Group, members: Sequence[int], prefix: str) -> Survivors:
         """Return some ranks as a Group that numbers its agreements separately."""
         number = list(members).index(ranks.rank)
-        return Survivors(number, len(members), ranks.in_process, ranks.board, prefix, self._timeout_s)
+        return Survivors(number, len(members), ranks.in_process, self._board.part, prefix, self._timeout_s)
 
     @contextmanager
     def _one_call(self) -> Iterator[None]:
@@ -432,7 +434,7 @@ class WeightTransfer(Bound):
                 text = f"rank {self.rank} waited {self._timeout_s:g} s for rank {rank}, which has not cast its weights"
                 raise ranks.failed(Timeout, rank, text)
             time.sleep(nap)
-            nap = min(2 * nap, _LONGEST_NAP_S)
+            nap = min(_GROWTH * nap, _LONGEST_NAP_S)
 
     def _word(self, rank: int, of: int) -> torch.Tensor:
         """Return the word in the memory of `rank` that `of` writes."""
@@ -488,6 +490,7 @@ class WeightTransfer(Bound):
                     self._bytes_of(rank)[self._flags + self.rank] = 1
             self._synchronize()
         self._memory.clear()
+        self._board.close()
         self._window.close()
         self._closed = True
 
