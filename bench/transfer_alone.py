@@ -65,8 +65,9 @@ def measure(cast: str | None, hidden: int, intermediate: int, experts: int, devi
         ]
 
         def written() -> None:
-            for begin in range(0, experts, carrier.batch):
-                carrier.write(leaving[begin : begin + carrier.batch], 1)
+            size = carrier.batch(experts)
+            for begin in range(0, experts, size):
+                carrier.write(leaving[begin : begin + size], 1)
 
         def by_torch() -> None:
             for name, kind in kinds.items():

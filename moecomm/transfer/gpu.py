@@ -23,7 +23,8 @@ from moecomm.gpu.structs import struct
 from moecomm.transfer.casts import Kind
 from moecomm.transfer.records import ALIGNMENT, WORD, Arriving, Leaving, Piece, Records
 
-_BATCH = 128 << 20  # bytes of records: some 0.3 ms of a link; readers hash those of the last batch behind it
+# Links idle between two batches.  Readers begin behind the first one, and hash the last one when nothing else moves.
+_BATCHES, _LEAST_BATCH = 8, 64 << 20  # of a stage(); bytes
 _OF_A_THREAD = 64  # bytes that a thread copies at once
 
 
@@ -102,7 +103,10 @@ class GpuCarrier:
 
     def __init__(self, records: Records, device: torch.device) -> None:
         self._records, self._device = records, device
-        self.batch = max(1, _BATCH // records.nbytes)
+
+    def batch(self, experts: int) -> int:
+        """Return an eighth of the experts, or as many as have 64 MiB."""
+        return max(1, -(-experts // _BATCHES), _LEAST_BATCH // self._records.nbytes)
 
     def write(self, leaving: Sequence[Leaving], number: int) -> None:
         """Enqueue casts and copies, then copies of the hashes that these have left."""

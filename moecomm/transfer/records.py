@@ -103,13 +103,11 @@ class Arriving(NamedTuple):
 
 
 class Carrier(Protocol):
-    """The work of a rank on the bytes of records.  On GPUs all of it is enqueued on the current stream.
+    """The work of a rank on the bytes of records.  On GPUs all of it is enqueued on the current stream."""
 
-    Attributes:
-        batch: experts to write at once.
-    """
-
-    batch: int
+    def batch(self, experts: int) -> int:
+        """Return how many of these experts to write at once."""
+        ...
 
     def write(self, leaving: Sequence[Leaving], number: int) -> None:
         """Cast experts to records, with their hashes and the number of the stage()."""

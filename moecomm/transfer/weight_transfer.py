@@ -358,8 +358,9 @@ class WeightTransfer(Bound):
 
         Raises as ranks.check(), between two batches.
         """
-        route, size = self._route, self._carrier.batch
-        casts, looked = list(route.casts.items()), time.monotonic()
+        route, looked = self._route, time.monotonic()
+        casts = list(route.casts.items())
+        size = self._carrier.batch(len(casts))
         for begin in range(0, len(casts), size):
             some = casts[begin : begin + size]
             leaving = [

@@ -44,7 +44,7 @@ def kernels(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[
 @pytest.mark.parametrize("seed", few(range(40), 3, 8, 10))
 def test_transfers_leave_what_the_specification_casts(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With batches of one expert, of some, and of all."""
-    monkeypatch.setattr(gpu, "_BATCH", (1, 20_000, 1 << 30)[seed % 3])
+    monkeypatch.setattr(gpu, "_LEAST_BATCH", (1, 20_000, 1 << 30)[seed % 3])
     model = Model({"w13": (6, 48), "w2": (20, 34), "w3": (2, 128, 16)}, torch.bfloat16, CASTS[seed % len(CASTS)], seed)
     source, target = (beside(some, 4, 2 * seed + n, EXPERTS) for n, some in enumerate(([0, 1, 2], [1, 2, 3])))
 
