@@ -368,6 +368,24 @@ def test_a_board_whose_store_has_not_answered_is_not_kept() -> None:
     answers.set()
 
 
+def test_a_board_closes_while_its_store_does_not_answer() -> None:
+    """Nobody waits for erased values, but the thread does."""
+    answers = threading.Event()
+
+    class Silent(HashStore):
+        def delete_key(self, key: str) -> bool:
+            return answers.wait()
+
+    board = StoreBoard(Silent(), "")
+    board.limit_s = 0.01
+    board.erase(["x"])
+    board.close()
+    thread = board._thread
+    assert thread is not None and thread.is_alive()
+    answers.set()
+    thread.join()
+
+
 def test_words_of_a_peer_are_whole() -> None:
     words = torch.zeros(3, dtype=torch.int64)
     _native.store_word(words[1:].data_ptr(), (1 << 64) - 2)

@@ -177,15 +177,16 @@ def check_carrier(device: torch.device, cast: Any, dtype: torch.dtype, shapes: A
     hashes, here = found.tolist(), there.cpu()
     assert (here[:, experts] == 7).all()  # what lies behind
     for nth in range(experts):
-        parts = [part for kind, w in zip(kinds.values(), weights, strict=True) for part in kind.apply(w[nth])]
         for way in range(2):
             assert records.differs(hashes[way * experts + nth], 42) is None
             assert records.differs(hashes[way * experts + nth], 41) == next(iter(shapes))
-            for at, (piece, part) in enumerate(zip(records.pieces, parts, strict=True)):
-                got, wanted = here[way, nth, piece.begin : piece.end], _bytes(part)
-                assert torch.equal(got, wanted), (piece, nth)
-                if len(got):
-                    assert hashes[nth][0][at] == int(row_hash._by_words([row_hash._words(wanted[None].clone())]))
+        parts = [part for kind, w in zip(kinds.values(), weights, strict=True) for part in kind.apply(w[nth])]
+        for at, (piece, part) in enumerate(zip(records.pieces, parts, strict=True)):
+            wanted = _bytes(part)
+            assert torch.equal(here[0, nth, piece.begin : piece.end], wanted), (piece, nth)
+            assert torch.equal(here[1, nth, piece.begin : piece.end], wanted), (piece, nth)
+            if len(wanted):
+                assert hashes[nth][0][at] == int(row_hash._by_words([row_hash._words(wanted[None].clone())]))
     last = next(piece for piece in reversed(records.pieces) if piece.end > piece.begin)
     there[0, 0, last.end - 1] ^= 128
     found.zero_()

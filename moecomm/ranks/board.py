@@ -256,7 +256,7 @@ class StoreBoard:
     def close(self) -> None:
         self._calls.put(None)
         if self._thread is not None and not self._stuck:
-            self._thread.join()
+            self._thread.join(self._left())  # values may be erased yet
 
     def __del__(self) -> None:
         self._calls.put(None)  # the thread holds the queue alone
@@ -266,6 +266,9 @@ class StoreBoard:
         """True after a call that has not returned in time: calls behind it wait for it."""
         return self._stuck
 
+    def _left(self) -> float | None:
+        return None if self.limit_s == float("inf") else max(0.0, self.limit_s)
+
     def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         results: _Results = queue.SimpleQueue()
         self._calls.put((function, args, results))
@@ -273,7 +276,7 @@ class StoreBoard:
             self._calls.put(None)
             _serve(self._calls)
         try:
-            value, error = results.get(timeout=None if self.limit_s == float("inf") else max(0.0, self.limit_s))
+            value, error = results.get(timeout=self._left())
         except queue.Empty:
             self._stuck = True
             raise TimeoutError("the store of the process group does not answer") from None
