@@ -42,7 +42,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "host": ("host/dispatch.cpp", "host/combine.cpp"),
     "calls": ("bindings/known_calls.cpp", "bindings/runner.cpp"),
     "balance": ("runtime/balance.cpp",),
-    "transfer": ("window/copy_hashed.cuh", "elementwise/quantize_rows.cuh", "../moecomm/transfer"),
+    "transfer": ("window/weights.cuh", "../moecomm/transfer"),
     "transfer by CPUs": ("bindings/weights.cpp", "host/weight_casts.cpp", "../moecomm/transfer"),
     "membership": ("../moecomm/buffer/elastic.py", "../moecomm/membership"),
     "deep_ep": ("../moecomm/compat/deep_ep",),

@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
@@ -27,8 +28,8 @@ from moecomm.errors import (
 )
 from moecomm.ranks.board import LocalBoard
 from moecomm.ranks.opening import Opening
-from moecomm.transfer import WeightTransfer
-from moecomm.transfer.records import Records
+from moecomm.transfer import WeightTransfer, weight_transfer
+from moecomm.transfer.records import Leaving, Records
 
 from .backends.conftest import all_ranks
 from .conftest import Ranks
@@ -58,18 +59,19 @@ def test_a_flipped_byte_names_the_tensor_and_its_way(where: str) -> None:
         with opened(group, cast="fp8") as transfer:
             transfer.stage(model.given(1, have))
             transfer.commit(passed(want, found))
-            write = Records.write
+            write, records = transfer._carrier.write, transfer._records
 
-            def broken(records: Records, record: torch.Tensor, tensors: Any, number: int) -> None:
-                write(records, record, tensors, number)
-                if record.data_ptr() == transfer._record(3, 4).data_ptr():
-                    begins = [piece.begin for piece in records._pieces]
-                    at = {"values": begins[2] + 7, "scales": begins[3] + 1}
-                    at |= {"hash": records._trailer + 17, "number": records._trailer + 8 * len(begins)}
-                    record[at[where]] ^= 64
+            def broken(leaving: Sequence[Leaving], number: int) -> None:
+                write(leaving, number)
+                for record, _ in leaving:
+                    if record.data_ptr() == transfer._record(3, 4).data_ptr():
+                        begins = [piece.begin for piece in records.pieces]
+                        at = {"values": begins[2] + 7, "scales": begins[3] + 1}
+                        at |= {"hash": records.trailer + 17, "number": records.trailer + 8 * len(begins)}
+                        record[at[where]] ^= 64
 
             if group.rank == 1:
-                transfer._records.write = broken.__get__(transfer._records)  # type: ignore[method-assign]
+                transfer._carrier.write = broken  # type: ignore[method-assign]
             with pytest.raises(CorruptWeights) as caught:
                 transfer.stage(model.given(2, have))
             if want[0] >= 0:
@@ -77,7 +79,7 @@ def test_a_flipped_byte_names_the_tensor_and_its_way(where: str) -> None:
                     transfer.commit(found)
             model.check(found, want, 1)
             if group.rank == 1:
-                del transfer._records.write
+                del transfer._carrier.write
             transfer.stage(model.given(3, have))
             transfer.commit(passed(want, found))
             model.check(found, want, 3)
@@ -140,6 +142,36 @@ def test_a_rank_that_closes_or_is_interrupted_leaves_the_old_weights_everywhere(
         for rank in set(range(4)) - {victim}:
             aware = when == "before" or rank >= 2
             assert found[rank] == (f"{word} {number}" if aware else "went on"), (found, victim, how, when)
+
+
+def test_a_rank_that_casts_hears_of_a_failure_between_two_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads from no rank, so nothing else would tell it before its last cast."""
+    monkeypatch.setattr(weight_transfer, "_LOOK_S", 0.0)
+    model = Model(SHAPES, torch.bfloat16, "fp8", 5)
+    failed = threading.Event()
+
+    def body(group: Any) -> int:
+        have = APART[0].held[group.rank]
+        written = 0
+        with opened(group, cast="fp8") as transfer:
+            if group.rank == 2:
+                transfer._read = _interrupt  # type: ignore[method-assign]
+            write = transfer._carrier.write
+
+            def counted(leaving: Sequence[Leaving], number: int) -> None:
+                nonlocal written
+                assert failed.wait(20)
+                written += 1
+                write(leaving, number)
+
+            transfer._carrier.write = counted  # type: ignore[method-assign]
+            try:
+                transfer.stage(model.given(1, have))
+            except (Aborted, KeyboardInterrupt):
+                failed.set()
+            return written
+
+    assert all_ranks(4, body) == [1, 1, 0, 0]
 
 
 def _interrupt(*_: Any, **__: Any) -> Any:
@@ -243,13 +275,13 @@ def test_random_sequences_follow_a_model(seed: int) -> None:
                     victims = [r for r, route in enumerate(transfer._routes) if route.casts]
                     errors = (CorruptWeights,)
                     if group.rank == victims[victim % len(victims)]:
-                        write = transfer._records.write
+                        write = transfer._carrier.write
 
-                        def broken(record: torch.Tensor, *more: Any, write: Any = write) -> None:
-                            write(record, *more)
-                            record[0] ^= 1
+                        def broken(leaving: Sequence[Leaving], number: int, write: Any = write) -> None:
+                            write(leaving, number)
+                            leaving[0].record[0] ^= 1
 
-                        transfer._records.write = broken  # type: ignore[method-assign]
+                        transfer._carrier.write = broken  # type: ignore[method-assign]
                 try:
                     transfer.stage(given)
                     staged = step
@@ -257,7 +289,7 @@ def test_random_sequences_follow_a_model(seed: int) -> None:
                 except errors as error:
                     staged = 0
                     said.append(type(error).__name__)
-                vars(transfer._records).pop("write", None)
+                vars(transfer._carrier).pop("write", None)
                 assert transfer.staged == (serves and staged > 0)
                 if serves and now:
                     model.check(found, want, now)

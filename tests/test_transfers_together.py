@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import threading
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from moecomm import Placement
 from moecomm.errors import Aborted, BadInput, Closed, CorruptWeights, PeerLost
 from moecomm.transfer import WeightTransfer
-from moecomm.transfer.records import Records
+from moecomm.transfer.records import Carrier, Leaving
 
 from .backends.conftest import all_ranks
 from .conftest import Ranks
@@ -166,7 +167,7 @@ def test_a_rank_closes_while_others_copy_from_its_memory(seed: int) -> None:
             transfer.stage(model.given(1, have))
             transfer.commit(passed(want, found))
             if rank == victim:
-                _after(transfer._records, method, after, transfer.close)
+                _after(transfer._carrier, method, after, transfer.close)
             error = error_of(transfer.stage, model.given(2, have))
             if error is None:  # it has closed behind its last wait
                 error = error_of(transfer.stage, model.given(3, have))
@@ -179,17 +180,17 @@ def test_a_rank_closes_while_others_copy_from_its_memory(seed: int) -> None:
     all_ranks(of, body)
 
 
-def _after(records: Records, method: str, count: int, act: Any) -> None:
-    """Act at a call of a method of Records, after so many others."""
-    original, left = getattr(records, method), [count]
+def _after(carrier: Carrier, method: str, count: int, act: Any) -> None:
+    """Act at a call of a method of a Carrier, after so many experts."""
+    original, left = getattr(carrier, method), [count]
 
-    def acting(*given: Any) -> None:
-        if left[0] == 0:
+    def acting(experts: Sequence[Any], *more: Any) -> None:
+        if 0 <= left[0] < len(experts):
             act()
-        left[0] -= 1
-        original(*given)
+        left[0] -= len(experts)
+        original(experts, *more)
 
-    setattr(records, method, acting)
+    setattr(carrier, method, acting)
 
 
 def _killed(rank: int, group: Any, seed: int) -> str:
@@ -205,7 +206,7 @@ def _killed(rank: int, group: Any, seed: int) -> str:
         transfer.commit(passed(want, found))
         if rank == victim:
             method = "read" if rank else "write"
-            _after(transfer._records, method, after, lambda: os.kill(os.getpid(), signal.SIGKILL))
+            _after(transfer._carrier, method, after, lambda: os.kill(os.getpid(), signal.SIGKILL))
         error = None
         while error is None:
             if (error := error_of(transfer.stage, model.given(now + 1, have))) is None:
@@ -242,15 +243,16 @@ def test_a_byte_that_changes_at_a_home_is_found_by_all_that_copy_from_there() ->
             transfer.commit(passed(want, found))
             homes = transfer._routes[0].homes
             expert = next(expert for expert, home in homes.items() if home == 1)
-            write = Records.write
+            write = transfer._carrier.write
 
-            def broken(record: torch.Tensor, tensors: Any, number: int) -> None:
-                write(transfer._records, record, tensors, number)
-                if record.data_ptr() == transfer._record(1, expert).data_ptr():
-                    record[3] ^= 8
+            def broken(leaving: Sequence[Leaving], number: int) -> None:
+                write(leaving, number)
+                for record, _ in leaving:
+                    if record.data_ptr() == transfer._record(1, expert).data_ptr():
+                        record[3] ^= 8
 
             if group.rank == 0:
-                transfer._records.write = broken  # type: ignore[method-assign]
+                transfer._carrier.write = broken  # type: ignore[method-assign]
             with pytest.raises(CorruptWeights) as caught:
                 transfer.stage(model.given(2, have))
             assert (caught.value.expert, caught.value.source) == (expert, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from typing import Any
 
 import pytest
@@ -10,13 +11,14 @@ import torch
 from torch.distributed import HashStore
 
 import moecomm
-from moecomm import Placement
+from moecomm import Placement, _native
 from moecomm.errors import (
     BadInput,
     Closed,
     Mismatch,
     Unsupported,
 )
+from moecomm.ranks.board import KeptBoard, StoreBoard
 from moecomm.transfer import WeightTransfer, ranks_over
 from moecomm.transfer.routes import routes_of
 
@@ -318,15 +320,73 @@ def test_transfers_of_other_placements_switch_together() -> None:
     all_ranks(4, body)
 
 
-def test_ranks_of_separate_jobs_meet_over_a_store() -> None:
+def test_ranks_of_separate_jobs_meet_over_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls share one board of each rank, and its thread, which end with the transfer."""
     model = Model(SHAPES, torch.bfloat16, "fp8_token", 6)
-    store = HashStore()
+    store, made = HashStore(), list[StoreBoard]()
+    init = StoreBoard.__init__
+
+    def counted(board: StoreBoard, *given: Any) -> None:
+        init(board, *given)
+        made.append(board)
 
     def body(group: Any) -> None:
         with transfers(ranks_over(store, group.rank, 4, timeout_s=20), model, *APART) as (transfer, found, have, want):
-            for step in (1, 2):
+            for step in (1, 2, 3):
                 transfer.stage(model.given(step, have))
+                if step == 1:
+                    monkeypatch.setattr(StoreBoard, "__init__", counted)  # every rank has its board
                 transfer.commit(passed(want, found))
                 model.check(found, want, step)
 
     all_ranks(4, body)
+    assert not made
+
+
+def test_a_board_whose_store_has_not_answered_is_not_kept() -> None:
+    answers, stores = threading.Event(), [HashStore(), HashStore()]
+    boards = [StoreBoard(store, "") for store in stores]
+    boards[0].limit_s = 0.01
+    left = iter(boards)
+    kept = KeptBoard(lambda: next(left))
+    part = kept.part("a/")
+    part.limit_s = 20
+    part.write("x", b"1")
+    part.close()
+    assert stores[0].get("a/x") == b"1" and kept.part("b/").read(["x"]) is None and not boards[0].stuck
+    part.limit_s = 0.01
+    with pytest.raises(TimeoutError):
+        boards[0]._call(answers.wait)
+    assert boards[0].stuck
+    again = kept.part("a/")
+    again.limit_s = 20
+    again.write("y", b"2")
+    again.erase(["y"])
+    assert again.read(["y"]) is None
+    kept.close()
+    assert not any(thread.is_alive() for thread in [boards[1]._thread] if thread)
+    answers.set()
+
+
+def test_a_board_closes_while_its_store_does_not_answer() -> None:
+    """Nobody waits for erased values, but the thread does."""
+    answers = threading.Event()
+
+    class Silent(HashStore):
+        def delete_key(self, key: str) -> bool:
+            return answers.wait()
+
+    board = StoreBoard(Silent(), "")
+    board.limit_s = 0.01
+    board.erase(["x"])
+    board.close()
+    thread = board._thread
+    assert thread is not None and thread.is_alive()
+    answers.set()
+    thread.join()
+
+
+def test_words_of_a_peer_are_whole() -> None:
+    words = torch.zeros(3, dtype=torch.int64)
+    _native.store_word(words[1:].data_ptr(), (1 << 64) - 2)
+    assert _native.load_words(words.data_ptr(), 3) == [0, (1 << 64) - 2, 0]

@@ -9,9 +9,13 @@ from typing import Any
 import torch
 
 from moecomm import Placement, formats
+from moecomm.dispatch import row_hash
 from moecomm.fused import quantize_channels, quantize_weights
 from moecomm.testing.cases import random_placement
 from moecomm.transfer import WeightTransfer
+from moecomm.transfer.casts import kinds_of
+from moecomm.transfer.gpu import GpuCarrier
+from moecomm.transfer.records import Arriving, Leaving, Records
 
 EXPERTS = 6
 
@@ -87,7 +91,7 @@ class Model:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    return tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
 def passed(held: Sequence[int], tensors: Tensors) -> Tensors | None:
@@ -134,3 +138,65 @@ def error_of(call: Any, *given: Any) -> BaseException | None:
     except BaseException as error:  # noqa: BLE001 - a test looks at it
         return error
     return None
+
+
+def carried(cast: Any, dtype: torch.dtype) -> Iterator[dict[str, tuple[int, ...]]]:
+    """Shapes of an expert's tensors: aligned to pieces of a kernel's threads and not, several matrices, empty ones."""
+    yield {"w13": (130, 272), "w2": (5, 144), "w3": (2, 128, 64)}
+    yield {"odd": (3, 34), "parts": (2, 13, 48), "wide": (1, 8208), "one": (1, 2)}
+    if not isinstance(cast, str):
+        yield {"bias": (9,), "scalar": (), "empty": (0, 3), "long": (20_001,)}
+    elif formats.FORMATS[cast].bits == 8:
+        yield {"odd": (3, 17), "wide": (2, 9001)}
+
+
+def check_carrier(device: torch.device, cast: Any, dtype: torch.dtype, shapes: Any, experts: int) -> None:
+    """A carrier of GPUs writes what Kind.apply() leaves, hashes it, tells readers, copies, and finds a flipped bit."""
+    g = torch.Generator().manual_seed(11)
+    kinds = kinds_of(shapes, dtype, cast)
+    records = Records(kinds)
+    carrier = GpuCarrier(records, device)
+    weights = []
+    for shape in shapes.values():
+        w = (torch.randn(experts, *shape, generator=g) * 3).to(dtype)
+        bits = torch.randint(0, 256, (*w.shape[1:], dtype.itemsize), generator=g, dtype=torch.uint8)
+        any_bits = bits.view(dtype).view(w.shape[1:])
+        w[-1] = any_bits.nan_to_num(1.0) if cast in ("fp8", "nvfp4") or not isinstance(cast, str) else any_bits
+        w[0] = 0
+        weights.append(w)
+    there = torch.full((2, experts + 1, records.nbytes), 7, dtype=torch.uint8, device=device)
+    words = torch.zeros(3, dtype=torch.int64, device=device)
+    given = [w.to(device) for w in weights]
+    leaving = [Leaving(there[0, nth], [w[nth] for w in given]) for nth in range(experts)]
+    carrier.write(leaving, 42)
+    carrier.tell([words[0:1], words[2:3]], 42 << 32 | experts)
+    assert words.tolist() == [42 << 32 | experts, 0, 42 << 32 | experts]
+    found = records.found(2 * experts, device)
+    carrier.read([Arriving(there[0, nth], there[0, nth], found[nth]) for nth in range(experts)])
+    carrier.read([Arriving(there[1, nth], there[0, nth], found[experts + nth]) for nth in range(experts)])
+    hashes, here = found.tolist(), there.cpu()
+    assert (here[:, experts] == 7).all()  # what lies behind
+    for nth in range(experts):
+        for way in range(2):
+            assert records.differs(hashes[way * experts + nth], 42) is None
+            assert records.differs(hashes[way * experts + nth], 41) == next(iter(shapes))
+        parts = [part for kind, w in zip(kinds.values(), weights, strict=True) for part in kind.apply(w[nth])]
+        for at, (piece, part) in enumerate(zip(records.pieces, parts, strict=True)):
+            wanted = _bytes(part)
+            assert torch.equal(here[0, nth, piece.begin : piece.end], wanted), (piece, nth)
+            assert torch.equal(here[1, nth, piece.begin : piece.end], wanted), (piece, nth)
+            if len(wanted):
+                assert hashes[nth][0][at] == int(row_hash._by_words([row_hash._words(wanted[None].clone())]))
+    last = next(piece for piece in reversed(records.pieces) if piece.end > piece.begin)
+    there[0, 0, last.end - 1] ^= 128
+    found.zero_()
+    carrier.read([Arriving(there[0, 0], there[0, 0], found[0])])
+    assert records.differs(found[0].tolist(), 42) == last.name
+    into = [torch.zeros(part.shape, dtype=part.dtype, device=device) for part in records.parts(there[1, -2])]
+    gaps = [torch.zeros(*part.shape, 3, dtype=part.dtype, device=device)[..., 1] for part in into]
+    carrier.switch(
+        [(to, part) for some in (into, gaps) for to, part in zip(some, records.parts(there[1, -2]), strict=True)]
+    )
+    for piece, to, gap in zip(records.pieces, into, gaps, strict=True):
+        assert torch.equal(_bytes(to).cpu(), here[1, -2, piece.begin : piece.end])
+        assert torch.equal(_bytes(gap), _bytes(to))

@@ -1,12 +1,15 @@
 // Copies and casts of weights in the memory of CPU ranks.
+#include <pybind11/stl.h>
+
 #include <algorithm>
-#include <atomic>
 #include <map>
 #include <string>
+#include <vector>
 
 #include "../host/row_checks.h"
 #include "../host/rows.h"
 #include "../host/weight_casts.h"
+#include "../protocol/order.h"
 #include "module.h"
 
 namespace py = pybind11;
@@ -21,7 +24,6 @@ constexpr i64 kCopiedBlock = 16 << 10;
 u64 copy_hashed(u64 to, u64 from, i64 bytes, bool arrived) {
     const bool past_cache = !arrived && bytes >= host::kPastCache;
     u64 hash = 0;
-    std::atomic_thread_fence(std::memory_order_acquire);  // behind the load that has said that a peer has written `from`
     for (i64 at = 0; at < bytes; at += kCopiedBlock) {
         const i64 size = std::min(kCopiedBlock, bytes - at);
         u8* const there = reinterpret_cast<u8*>(to) + at;
@@ -30,9 +32,14 @@ u64 copy_hashed(u64 to, u64 from, i64 bytes, bool arrived) {
         if (there != here) host::copy_row(there, here, size, past_cache);
         if (arrived) hash = host::hash_row(there, size, hash);
     }
-    host::order_copied_rows();
-    std::atomic_thread_fence(std::memory_order_release);  // ahead of the store that tells peers of `to`
+    host::order_copied_rows();  // ahead of the store that tells peers of `to`
     return hash;
+}
+
+std::vector<u64> load_words(u64 from, i64 count) {
+    std::vector<u64> words(count);
+    for (i64 i = 0; i < count; ++i) words[i] = load_acquire(reinterpret_cast<const u64*>(from) + i);
+    return words;
 }
 
 const std::map<std::string, host::RowFormat> kFormats = {
@@ -60,6 +67,10 @@ void bind_weights(py::module_& m) {
           R"(Copy bytes between addresses in the memory of CPU ranks, and return their hash, which is not that of hash_rows().
 
 `arrived`: hash what has been written, else what was read.  With `to` == `source` nothing is copied.)");
+    m.def(
+        "store_word", [](u64 to, u64 value) { store_release(reinterpret_cast<u64*>(to), value); }, py::arg("to"), py::arg("value"),
+        "Store a u64 at an address in the memory of CPU ranks: whoever loads it by load_words() sees all that was written before.");
+    m.def("load_words", &load_words, py::arg("source"), py::arg("count"), "Return u64 words at an address; see store_word().");
     m.def("cast_rows", &cast_rows, py::arg("format"), py::arg("values"), py::arg("scales"), py::arg("rows"), py::arg("type"),
           py::arg("count"), py::arg("columns"), py::arg("global_scale"),
           R"(Cast rows in the memory of CPU ranks, as moecomm.formats.quantize() does.  Arguments are addresses.

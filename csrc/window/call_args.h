@@ -1,5 +1,6 @@
-// Arguments of the kernels in calls.cuh, pace.cuh and copies.cuh, for their launches as well.
+// Arguments of the kernels in calls.cuh, pace.cuh, copies.cuh and weights.cuh, for their launches as well.
 #pragma once
+#include "../elementwise/args.h"
 #include "window.h"
 
 namespace moecomm {
@@ -26,12 +27,34 @@ struct CopyArgs {
     i32 tensors, rank, slots, pad;
 };
 
-// copy_hashed.cuh
-struct CopyHashedArgs {
+// weights.cuh. Work of one launch: all of it in the arguments, of which a kernel takes 4 KB.
+struct CopyJob {
     u64 to;    // aligned to 16 bytes; 0: hash alone
     u64 from;  // aligned to 16 bytes
-    u64 hash;  // u64, to which the hash is added
+    u64 hash;  // u64, to which the hash is added; 0: copy alone
     i64 bytes;
+};
+constexpr i32 kMostCopies = 120;
+struct CopyWeightsArgs {
+    i32 count, pad;
+    CopyJob jobs[kMostCopies];
+};
+
+struct CastJob {
+    QuantizeArgs matrix;  // global_scale: of NVFP4, a u32 that has the bits of the largest magnitude
+    u64 hash;             // u64[parts]: hashes of values, scales and factor are added to these
+    u64 factor;           // of NVFP4: float
+};
+constexpr i32 kMostCasts = 63;
+struct CastWeightsArgs {
+    i32 count, pad;
+    CastJob jobs[kMostCasts];
+};
+
+struct TellArgs {
+    u64 value;             // that each reader reads in its word
+    i32 count, pad;        // of readers
+    u64 words[kMaxRanks];  // their addresses
 };
 
 }  // namespace moecomm

@@ -11,7 +11,7 @@ from moecomm.base.protocol import PASS_THREADS
 from moecomm.gpu import plain_kernel, row_pass
 
 NAMES = tuple(name for name in formats.FORMATS if name != "fp8")
-_PIECE = 16  # columns that a thread casts at once
+PIECE = 16  # columns that a thread casts at once
 
 
 def kernel(name: str, dtype: torch.dtype, aligned: bool) -> plain_kernel.PlainKernel:
@@ -24,7 +24,7 @@ def kernel(name: str, dtype: torch.dtype, aligned: bool) -> plain_kernel.PlainKe
 
 def load(device: int, name: str, dtype: torch.dtype, hidden: int) -> None:
     """Load the kernel for aligned rows of so many columns, which a capture cannot do."""
-    plain_kernel.load(kernel(name, dtype, hidden % _PIECE == 0), device)
+    plain_kernel.load(kernel(name, dtype, hidden % PIECE == 0), device)
 
 
 def cast(
@@ -49,8 +49,8 @@ def cast(
         fields["global_bits"] = ctypes.c_int32.from_buffer_copy(ctypes.c_float(given)).value
     elif given is not None:
         fields["global_scale"] = given.data_ptr()
-    threads = count * (PASS_THREADS if fmt.group == "row" else -(-hidden // (row_pass.ROW * _PIECE)) * row_pass.ROW)
-    aligned = hidden % _PIECE == 0 and (fields["x"] | fields["values"]) % 16 == 0
+    threads = count * (PASS_THREADS if fmt.group == "row" else -(-hidden // (row_pass.ROW * PIECE)) * row_pass.ROW)
+    aligned = hidden % PIECE == 0 and (fields["x"] | fields["values"]) % 16 == 0
     row_pass.run(kernel(name, x.dtype, aligned), x.device, threads, **fields)
     return rows, scales
 
@@ -68,7 +68,7 @@ def cast_blocks(matrix: torch.Tensor, values: torch.Tensor, scales: torch.Tensor
     """
     count, hidden = matrix.shape
     fields = {"x": matrix.data_ptr(), "values": values.data_ptr(), "scales": scales.data_ptr()}
-    if not matrix.is_cuda or hidden % _PIECE or (fields["x"] | fields["values"]) % 16:
+    if not matrix.is_cuda or hidden % PIECE or (fields["x"] | fields["values"]) % 16:
         return False
     threads = scales.numel() * PASS_THREADS
     row_pass.run(blocks_kernel(matrix.dtype), matrix.device, threads, **fields, count=count, hidden=hidden)

@@ -16,7 +16,7 @@ from torch.distributed import DistNetworkError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-_SHORTEST_NAP_S, _LONGEST_NAP_S = 2e-4, 1e-2
+_SHORTEST_NAP_S, _LONGEST_NAP_S, _GROWTH = 5e-5, 1e-2, 1.5  # a nap is at most half as long as all before it
 
 
 class Board(Protocol):
@@ -55,7 +55,7 @@ class Board(Protocol):
         ...
 
     def erase(self, keys: Sequence[str]) -> None:
-        """Remove values; ignore those that have not been written."""
+        """Remove values, at the latest before the next call; ignore those that have not been written."""
         ...
 
     def wait(self, limit_s: float) -> None:
@@ -211,23 +211,23 @@ class StoreBoard:
     def write(self, key: str, value: bytes, instead_of: str = "") -> None:
         self._call(self._store.set, self._prefix + key, value)
         if instead_of:
-            self._call(self._store.delete_key, self._prefix + instead_of)
+            self.erase([instead_of])
 
     def read(self, keys: Sequence[str]) -> list[bytes] | None:
         found: list[bytes] | None = self._call(_read, self._store, [self._prefix + key for key in keys])
-        self._nap_s = min(2 * self._nap_s, _LONGEST_NAP_S) if found is None else _SHORTEST_NAP_S
+        self._nap_s = min(_GROWTH * self._nap_s, _LONGEST_NAP_S) if found is None else _SHORTEST_NAP_S
         return found
 
     def read_or(self, keys: Sequence[str], other: str) -> tuple[list[bytes] | None, bytes | None]:
         keys = [self._prefix + key for key in keys]
         found: tuple[list[bytes] | None, bytes | None] = self._call(_read_or, self._store, keys, self._prefix + other)
-        self._nap_s = min(2 * self._nap_s, _LONGEST_NAP_S) if found[0] is None else _SHORTEST_NAP_S
+        self._nap_s = min(_GROWTH * self._nap_s, _LONGEST_NAP_S) if found[0] is None else _SHORTEST_NAP_S
         return found
 
     def look(self, keys: Sequence[str]) -> list[bytes | None]:
         # A call for each, so that many keys have as many times `limit_s`.
         found: list[bytes | None] = [self._call(_value, self._store, self._prefix + key) for key in keys]
-        self._nap_s = min(2 * self._nap_s, _LONGEST_NAP_S) if None in found[1:] else _SHORTEST_NAP_S
+        self._nap_s = min(_GROWTH * self._nap_s, _LONGEST_NAP_S) if None in found[1:] else _SHORTEST_NAP_S
         return found
 
     def decide(self, key: str, value: bytes) -> bytes:
@@ -239,7 +239,10 @@ class StoreBoard:
 
     def erase(self, keys: Sequence[str]) -> None:
         for key in keys:
-            self._call(self._store.delete_key, self._prefix + key)
+            if self._thread is None:
+                self._call(self._store.delete_key, self._prefix + key)
+            else:  # nobody waits for the answer, only calls behind this one
+                self._calls.put((self._store.delete_key, (self._prefix + key,), queue.SimpleQueue()))
 
     def replace(self, key: str, old: bytes, new: bytes) -> bool:
         """Set a value if it is `old`; return whether it was.  `new` must differ between callers."""
@@ -253,7 +256,18 @@ class StoreBoard:
     def close(self) -> None:
         self._calls.put(None)
         if self._thread is not None and not self._stuck:
-            self._thread.join()
+            self._thread.join(self._left())  # values may be erased yet
+
+    def __del__(self) -> None:
+        self._calls.put(None)  # the thread holds the queue alone
+
+    @property
+    def stuck(self) -> bool:
+        """True after a call that has not returned in time: calls behind it wait for it."""
+        return self._stuck
+
+    def _left(self) -> float | None:
+        return None if self.limit_s == float("inf") else max(0.0, self.limit_s)
 
     def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         results: _Results = queue.SimpleQueue()
@@ -262,7 +276,7 @@ class StoreBoard:
             self._calls.put(None)
             _serve(self._calls)
         try:
-            value, error = results.get(timeout=None if self.limit_s == float("inf") else max(0.0, self.limit_s))
+            value, error = results.get(timeout=self._left())
         except queue.Empty:
             self._stuck = True
             raise TimeoutError("the store of the process group does not answer") from None
@@ -271,6 +285,41 @@ class StoreBoard:
         if error is not None:
             raise error
         return value
+
+
+class KeptBoard:
+    """One board for agreements that follow each other, each of which closes only its part.
+
+    A StoreBoard starts a thread, which takes longer than its calls.
+
+    Args:
+        make: makes the board, at the first use and after a call that has not returned in time.
+    """
+
+    def __init__(self, make: Callable[[], Board]) -> None:
+        self._make = make
+        self._board: Board | None = None
+
+    def part(self, prefix: str) -> Board:
+        """Return a board whose values have keys with a prefix.  One thread at a time may use all parts."""
+        board = self._board
+        if isinstance(board, StoreBoard) and board.stuck:
+            board.close()
+            board = None
+        if board is None:
+            board = self._board = self._make()
+        return _Lent(board, prefix)
+
+    def close(self) -> None:
+        """Close the board."""
+        if self._board is not None:
+            self._board.close()
+            self._board = None
+
+
+class _Lent(Part):
+    def close(self) -> None:
+        """Leave the other board open."""
 
 
 _Results = queue.SimpleQueue[tuple[Any, "Exception | None"]]

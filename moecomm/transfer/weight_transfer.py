@@ -12,13 +12,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moecomm import _native
 from moecomm.base.bound import Bound
 from moecomm.base.choices import BackendName
 from moecomm.base.placement import NONE, Placement
@@ -36,12 +37,14 @@ from moecomm.errors import (
     Timeout,
 )
 from moecomm.membership.meeting import Survivors
-from moecomm.ranks.board import StoreBoard
+from moecomm.ranks.board import KeptBoard, StoreBoard
 from moecomm.ranks.group import Group
 from moecomm.ranks.opening import Opening, opening
 from moecomm.ranks.rendezvous import rendezvous
 from moecomm.transfer.casts import Cast, checked, described, kinds_of
-from moecomm.transfer.records import Records
+from moecomm.transfer.gpu import GpuCarrier
+from moecomm.transfer.host import HostCarrier
+from moecomm.transfer.records import Arriving, Carrier, Leaving, Records
 from moecomm.transfer.routes import routes_of
 from moecomm.window import Window
 
@@ -50,7 +53,8 @@ if TYPE_CHECKING:
 
 _WORD = 8  # bytes of a number that ranks compare
 _COUNT_BITS = 32  # of a count of records, below the number of the stage()
-_SHORTEST_NAP_S, _LONGEST_NAP_S, _LOOK_S = 2e-5, 1e-3, 0.05  # between two looks for records, for failures
+_SHORTEST_NAP_S, _LONGEST_NAP_S, _GROWTH = 2e-5, 1e-3, 1.25  # between two looks for records
+_LOOK_S = 0.05  # between two looks for failures
 Into = Mapping[str, "torch.Tensor | tuple[torch.Tensor, ...]"]
 
 
@@ -142,10 +146,13 @@ class WeightTransfer(Bound):
         self._memory: dict[int, torch.Tensor] = {}
         device = self._window.device  # to look what others have written, and to read it
         self._streams: list[torch.cuda.Stream] | None = None
+        self._carrier: Carrier = HostCarrier(self._records)
         if device.type == "cuda":
+            self._carrier = GpuCarrier(self._records, device)
             self._streams = [torch.cuda.Stream(device) for _ in range(2)]  # type: ignore[no-untyped-call]
         receivers = [rank for rank, route in enumerate(self._routes) if route.slots]
         name = f"transfer/{agreement.number}"
+        self._board = KeptBoard(ranks.board)
         self._all = self._part(ranks, range(ranks.ranks), f"{name}/stage/")
         self._receivers = self._part(ranks, receivers, f"{name}/commit/") if self._route.slots else None
         self._members = {"stage": list(range(ranks.ranks)), "commit": receivers}
@@ -180,7 +187,7 @@ class WeightTransfer(Bound):
             self._compare_commits(ranks.all_gather(_packed(self._commits if self._route.slots else -1)))
             number = ranks.number + 1
             try:
-                self._write(given, number)
+                self._write(ranks, given, number)
                 self._read(ranks, number)
             finally:
                 self._synchronize()  # `tensors` may change; no other rank begins a later stage() beside these copies
@@ -278,7 +285,7 @@ class WeightTransfer(Bound):
     def _part(self, ranks: Group, members: Sequence[int], prefix: str) -> Survivors:
         """Return some ranks as a Group that numbers its agreements separately."""
         number = list(members).index(ranks.rank)
-        return Survivors(number, len(members), ranks.in_process, ranks.board, prefix, self._timeout_s)
+        return Survivors(number, len(members), ranks.in_process, self._board.part, prefix, self._timeout_s)
 
     @contextmanager
     def _one_call(self) -> Iterator[None]:
@@ -346,15 +353,27 @@ class WeightTransfer(Bound):
         begin = self._routes[rank].places[expert] * self._records.nbytes
         return self._bytes_of(rank)[begin : begin + self._records.nbytes]
 
-    def _write(self, given: Mapping[str, list[torch.Tensor]], number: int) -> None:
-        """Cast the experts of this rank to where they are wanted, and tell their readers."""
-        route = self._route
-        for written, (expert, row) in enumerate(route.casts.items(), 1):
-            parts = (kind.apply(given[name][0][row]) for name, kind in self._kinds.items())
-            record = self._record(route.homes[expert], expert)
-            self._records.write(record, list(chain.from_iterable(parts)), number)
-            for rank in route.readers.get(expert, ()):
-                self._word(rank, self.rank).fill_(number << _COUNT_BITS | written)
+    def _write(self, ranks: Opening, given: Mapping[str, list[torch.Tensor]], number: int) -> None:
+        """Cast the experts of this rank to where they are wanted, and tell their readers.
+
+        Raises as ranks.check(), between two batches.
+        """
+        route, looked = self._route, time.monotonic()
+        casts = list(route.casts.items())
+        size = self._carrier.batch(len(casts))
+        for begin in range(0, len(casts), size):
+            some = casts[begin : begin + size]
+            leaving = [
+                Leaving(self._record(route.homes[expert], expert), [given[name][0][row] for name in self._kinds])
+                for expert, row in some
+            ]
+            self._carrier.write(leaving, number)
+            if readers := {rank for expert, _ in some for rank in route.readers.get(expert, ())}:
+                words = [self._word(rank, self.rank) for rank in sorted(readers)]
+                self._carrier.tell(words, number << _COUNT_BITS | begin + len(some))
+            if time.monotonic() - looked >= _LOOK_S:
+                ranks.check()
+                looked = time.monotonic()
 
     def _read(self, ranks: Opening, number: int) -> None:
         """Copy the experts that this rank receives, unless they were written here, and compare their hashes.
@@ -362,24 +381,26 @@ class WeightTransfer(Bound):
         Raises CorruptWeights, or as ranks.all_gather().
         """
         reads = self._route.reads
-        at = {expert: nth for nth, expert in enumerate(reads)}
         with self._beside():
-            found = torch.zeros(len(reads), 2, self._records.words, dtype=torch.int64, device=self._window.device)
-            for expert, rank in self._as_written(ranks, number):
-                home = self._routes[rank].homes[expert]
-                self._records.read(self._record(self.rank, expert), self._record(home, expert), found[at[expert]])
+            found = self._records.found(len(reads), self._window.device)
+            rows = dict(zip(reads, found, strict=True))
+            for experts in self._as_written(ranks, number):
+                self._carrier.read([self._arriving(expert, rows[expert]) for expert in experts])
         with self._beside(behind=True):
-            for expert, rank in reads.items():
-                if rank == self.rank:
-                    record = self._record(self.rank, expert)
-                    self._records.read(record, record, found[at[expert]])
+            mine = [expert for expert, rank in reads.items() if rank == self.rank]
+            self._carrier.read([self._arriving(expert, rows[expert]) for expert in mine])
             said = found.tolist()
         for (expert, rank), pair in zip(reads.items(), said, strict=True):
             if (name := self._records.differs(pair, number)) is not None:
                 raise CorruptWeights(expert=expert, name=name, source=rank, destination=self.rank)
 
-    def _as_written(self, ranks: Opening, number: int) -> Iterator[tuple[int, int]]:
-        """Yield the experts that other ranks cast for this one, and these ranks, in the order in which they are there.
+    def _arriving(self, expert: int, found: torch.Tensor) -> Arriving:
+        record = self._record(self.rank, expert)
+        home = self._routes[self._route.reads[expert]].homes[expert]
+        return Arriving(record, record if home == self.rank else self._record(home, expert), found)
+
+    def _as_written(self, ranks: Opening, number: int) -> Iterator[list[int]]:
+        """Yield the experts that other ranks cast for this one, some at a time, as they are there.
 
         Raises as ranks.all_gather().
         """
@@ -393,28 +414,28 @@ class WeightTransfer(Bound):
         begun = looked = time.monotonic()
         nap = _SHORTEST_NAP_S
         while left:
-            waits = True
-            words = self._words()
+            words, there = self._words(), list[int]()
             for rank, queue in list(left.items()):
                 stage, written = divmod(words[rank], 1 << _COUNT_BITS)
                 while stage == number and queue and queue[0][0] <= written:
-                    yield queue.popleft()[1], rank
-                    waits = False
+                    there.append(queue.popleft()[1])
                 if not queue:
                     del left[rank]
+            if there:
+                yield there
             now = time.monotonic()
-            if not waits:
-                begun, nap = now, _SHORTEST_NAP_S
-                continue
             if now - looked > _LOOK_S:
                 ranks.check()
                 looked = now
+            if there:
+                begun, nap = now, _SHORTEST_NAP_S
+                continue
             if now - begun > self._timeout_s:
                 rank = next(iter(left))
                 text = f"rank {self.rank} waited {self._timeout_s:g} s for rank {rank}, which has not cast its weights"
                 raise ranks.failed(Timeout, rank, text)
             time.sleep(nap)
-            nap = min(2 * nap, _LONGEST_NAP_S)
+            nap = min(_GROWTH * nap, _LONGEST_NAP_S)
 
     def _word(self, rank: int, of: int) -> torch.Tensor:
         """Return the word in the memory of `rank` that `of` writes."""
@@ -424,7 +445,9 @@ class WeightTransfer(Bound):
     def _words(self) -> list[int]:
         """Return what each rank has told this one: the number of a stage(), and how many experts it has cast in it."""
         words = self._bytes_of(self.rank)[self._progress : self._flags].view(torch.int64)
-        with torch.cuda.stream(self._streams[0]) if self._streams is not None else nullcontext():
+        if self._streams is None:
+            return _native.load_words(words.data_ptr(), len(words))
+        with torch.cuda.stream(self._streams[0]):
             return [int(word) for word in words.tolist()]
 
     @contextmanager
@@ -444,11 +467,11 @@ class WeightTransfer(Bound):
             return
         tensors = list(chain.from_iterable(slots.values()))
         with torch.inference_mode():  # can write tensors of that mode, and all others
+            copies = []
             for expert, places in self._route.slots.items():
                 parts = self._records.parts(self._record(self.rank, expert))
-                for to, part in zip(tensors, parts, strict=True):
-                    for slot in places:
-                        to[slot].copy_(part)
+                copies += [(to[slot], part) for to, part in zip(tensors, parts, strict=True) for slot in places]
+            self._carrier.switch(copies)
         self._synchronize()
         self._commits += 1
         self._staged = 0
@@ -468,6 +491,7 @@ class WeightTransfer(Bound):
                     self._bytes_of(rank)[self._flags + self.rank] = 1
             self._synchronize()
         self._memory.clear()
+        self._board.close()
         self._window.close()
         self._closed = True
 

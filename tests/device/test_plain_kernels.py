@@ -11,7 +11,8 @@ from moecomm.backends.lsa_kernels import choice_of
 from moecomm.base.protocol import BALANCED, DTYPES, REPLICATED
 from moecomm.gpu import plain_kernel, quantize_rows
 from moecomm.gpu.row_pass import TYPES, kernel
-from moecomm.transfer.records import COPY_HASHED
+from moecomm.transfer import gpu as weights
+from moecomm.transfer.casts import CASTS as OF_WEIGHTS
 from moecomm.weights.copies import COPY
 from moecomm.window.pace import PAUSE
 
@@ -53,18 +54,32 @@ KERNELS = (
         for aligned in (True, False)
     }
     | {f"blocks of {dtype}": quantize_rows.blocks_kernel(dtype) for dtype in DTYPES}
-    | {"copy with a hash": COPY_HASHED}
+    | {"copy of weights": weights.copy_kernel(), "words of readers": weights.tell_kernel()}
+    | {
+        f"weights in {name} of {dtype}, {'aligned' if aligned else 'any'}": weights.cast_kernel(name, dtype, aligned)
+        for name in OF_WEIGHTS
+        for dtype in DTYPES
+        for aligned in ((True,) if name == "fp8" else (True, False))
+    }
+    | {
+        f"largest of {dtype}, {'aligned' if aligned else 'any'}": weights.largest_kernel(dtype, aligned)
+        for dtype in DTYPES
+        for aligned in (True, False)
+    }
 )
 ALWAYS = (
     "table of a placement",
     "pause",
     "copies of experts",
-    "copy with a hash",
+    "copy of weights",
+    "words of readers",
     "choice of copies, 3 ranks",
     "choice of copies, 8 ranks",
     "choice of copies, 64 ranks",
 )
 CASTS = [f"{name} of {torch.bfloat16}, aligned" for name in ("fp8_token", "nvfp4")] + [f"blocks of {torch.bfloat16}"]
+CASTS += [f"weights in {name} of {torch.bfloat16}, aligned" for name in ("fp8", "int8_token", "nvfp4")]
+CASTS += [f"largest of {torch.bfloat16}, aligned"]
 
 
 @pytest.mark.compiled(KERNELS)

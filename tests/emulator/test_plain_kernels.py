@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,9 @@ from moecomm.base import formats
 from moecomm.base.protocol import DTYPES
 from moecomm.gpu import budgets, expert_table, padding, plain_kernel, quantize_rows, routing_map, used_rows
 from moecomm.ops import combine_gradients, swiglu, tidy
-from moecomm.transfer.records import copy_hashed
 from moecomm.window.pace import Pace
 from tests.gpu import test_plain_kernels as cases
+from tests.weight_transfers import CASTS, carried, check_carrier
 
 from .machine import LIMIT, Launch, Machine, plain_unit
 
@@ -192,11 +193,14 @@ def test_casts_of_blocks(dtype: torch.dtype) -> None:
     assert not quantize_rows.cast_blocks(on_gpu(torch.zeros(3, 17)), data, scales)
 
 
-@pytest.mark.parametrize("nbytes", [1, 3, 16, 37, 4096, 40_003])
-def test_copies_with_a_hash(nbytes: int) -> None:
-    for source, wanted in cases.copies(nbytes):
-        to, found = torch.zeros(nbytes + 16, dtype=torch.uint8), torch.zeros(2, 1, dtype=torch.int64)
-        copy_hashed(on_gpu(to[:nbytes]), source, found[0], arrived=False)
-        copy_hashed(on_gpu(to[:nbytes]), to[:nbytes], found[1], arrived=True)
-        assert torch.equal(to[:nbytes], source) and not to[nbytes:].any()
-        assert found.tolist() == [[wanted]] * 2
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cast", CASTS, ids=str)
+def test_weights_on_their_way(cast: Any, dtype: torch.dtype) -> None:
+    for shapes in carried(cast, dtype):
+        check_carrier(torch.device("cpu"), cast, dtype, shapes, 2)
+
+
+def test_more_weights_than_a_launch_takes(emulated: list[str]) -> None:
+    check_carrier(torch.device("cpu"), None, torch.bfloat16, {"a": (1,), "b": (20,)}, 70)
+    check_carrier(torch.device("cpu"), "mxfp8", torch.bfloat16, {"a": (1, 32)}, 70)
+    assert emulated.count("copy_weights") > 4 and emulated.count("tell_readers") == 2

@@ -10,13 +10,13 @@ import torch
 
 from moecomm.base import formats
 from moecomm.base.protocol import DTYPES
-from moecomm.dispatch import row_hash
 from moecomm.fused import quantize_weights
 from moecomm.gpu import budgets, expert_table, padding, quantize_rows, routing_map, used_rows
 from moecomm.ops import swiglu
 from moecomm.ops.combine_gradients import combine_gradients
 from moecomm.ops.tidy import About, tidied
-from moecomm.transfer.records import copy_hashed
+
+from ..weight_transfers import CASTS, carried, check_carrier
 
 # 16 bytes at a time, 4 and 1
 COLUMNS = [(torch.bfloat16, 64), (torch.float32, 3), (torch.float8_e4m3fn, 56), (torch.float8_e4m3fn, 5)]
@@ -196,15 +196,6 @@ def check_blocks(w: torch.Tensor, data: torch.Tensor, scales: torch.Tensor) -> N
     assert torch.equal(scales.cpu(), wanted.scales)
 
 
-def copies(nbytes: int) -> Iterator[tuple[torch.Tensor, int]]:
-    """Bytes to copy, at a multiple of 16 and not, and their hash."""
-    g = torch.Generator().manual_seed(nbytes)
-    source = torch.randint(0, 256, (nbytes + 16,), generator=g, dtype=torch.uint8)
-    for begin in (0, 1):
-        given = source[begin : begin + nbytes]
-        yield given, int(row_hash._by_words([row_hash._words(given[None].clone())]))
-
-
 def check_about(got: About, wanted: About) -> None:
     for mine, other in zip(got, wanted, strict=True):
         assert (mine is None) == (other is None)
@@ -349,18 +340,16 @@ def test_casts_of_blocks(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu1
-@pytest.mark.parametrize("nbytes", [1, 3, 16, 37, 4096, 40_003, 50_000_021])
-def test_copies_with_a_hash(nbytes: int) -> None:
-    for source, wanted in copies(nbytes):
-        there = torch.zeros(nbytes + 16, dtype=torch.uint8, device="cuda")
-        begins_alike = torch.empty(nbytes + 16, dtype=torch.uint8, device="cuda")[source.storage_offset() :][:nbytes]
-        begins_alike.copy_(source)
-        to, found = there[:nbytes], torch.zeros(3, 1, dtype=torch.int64, device="cuda")
-        copy_hashed(to, begins_alike, found[0], arrived=False)
-        copy_hashed(to, to, found[1], arrived=True)
-        to[nbytes // 2] ^= 1
-        copy_hashed(to, to, found[2], arrived=True)
-        changed = found.tolist()
-        assert changed[0] == changed[1] == [wanted] and changed[2] != [wanted]
-        to[nbytes // 2] ^= 1
-        assert torch.equal(to.cpu(), source) and not there[nbytes:].any()
+@pytest.mark.parametrize("cast", CASTS, ids=str)
+def test_weights_on_their_way(cast: Any) -> None:
+    """The emulator has all dtypes."""
+    dtype = torch.float32 if cast in ("int8_group", "fp8_token") else torch.bfloat16
+    for shapes in carried(cast, dtype):
+        check_carrier(torch.device("cuda", torch.cuda.current_device()), cast, dtype, shapes, 2)
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize("cast", ["fp8", "mxfp4", "nvfp4", "int8_token", None], ids=str)
+def test_weights_of_large_experts_and_of_many(cast: Any) -> None:
+    for shape, experts in (((1024, 7168), 2), ((2, 32), 130)):
+        check_carrier(torch.device("cuda", torch.cuda.current_device()), cast, torch.bfloat16, {"w": shape}, experts)

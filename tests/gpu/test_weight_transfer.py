@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from moecomm import Placement
 from moecomm.errors import CorruptWeights, PeerLost
 from moecomm.testing.cases import random_placement
 from moecomm.transfer import WeightTransfer
+from moecomm.transfer.records import Leaving
 
 from ..conftest import Ranks, gpu_count
 from ..weight_transfers import CASTS, EXPERTS, Model, beside
@@ -77,14 +79,14 @@ def _flipped(rank: int, group: Any) -> str:
     with WeightTransfer(group, SHAPES, source=source, target=target, cast="fp8", timeout_s=30) as transfer:
         transfer.stage(_given(model, 1, source.held[rank]))
         transfer.commit(found if serving else None)
-        write = transfer._records.write
+        write = transfer._carrier.write
 
-        def broken(record: torch.Tensor, *given: Any) -> None:
-            write(record, *given)
-            record[1000] ^= 4
+        def broken(leaving: Sequence[Leaving], number: int) -> None:
+            write(leaving, number)
+            leaving[0].record[1000] ^= 4
 
         if rank == 0:
-            transfer._records.write = broken  # type: ignore[method-assign]
+            transfer._carrier.write = broken  # type: ignore[method-assign]
         with pytest.raises(CorruptWeights, match="'w13' of expert 0") as caught:
             transfer.stage(_given(model, 2, source.held[rank]))
         _check(model, found, target.held[rank], 1)

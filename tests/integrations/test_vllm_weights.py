@@ -7,7 +7,7 @@ import json
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +18,7 @@ import torch
 
 from moecomm.errors import BadInput, CorruptWeights
 from moecomm.fused import quantize_weights
+from moecomm.transfer.records import Leaving
 from tests.backends.conftest import run_ranks
 from tests.integrations import vllm_weights_stub as stub
 from tests.integrations.test_vllm_signatures import Source, methods, parameters
@@ -169,14 +170,14 @@ def test_a_trainer_updates_workers_step_by_step(engines: Any) -> None:
         assert pointers == [p.data_ptr() for model in server.models for p in model.parameters()]
         done.wait()
         if group.rank == 1:  # a byte that is not as it was hashed: nobody has other weights
-            records = found._transfers.experts._records
-            write = records.write
+            carrier = found._transfers.experts._carrier
+            write = carrier.write
 
-            def broken(record: torch.Tensor, *given: Any) -> None:
-                write(record, *given)
-                record[5] ^= 1
+            def broken(leaving: Sequence[Leaving], number: int) -> None:
+                write(leaving, number)
+                leaving[0].record[5] ^= 1
 
-            records.write = broken
+            carrier.write = broken
         source.step = 4
         with pytest.raises(CorruptWeights, match=r"'layers.0.w13' of expert .* rank 1 sent"):
             found.send_weights()
@@ -184,7 +185,7 @@ def test_a_trainer_updates_workers_step_by_step(engines: Any) -> None:
         for model, held in zip(server.models, TARGET, strict=True):
             model.check(held, 3)
         if group.rank == 1:
-            del records.write
+            del carrier.write
         done.wait()
         found.send_weights()
         done.wait()
