@@ -113,7 +113,7 @@ def random_rounds(buffer: moecomm.Buffer, seed: int, steps: int, kinds: Sequence
             handles = handles[-3:]
         buffer.check()
         sent.check(routed)
-        if drawn.random() < 0.5 and (buffer.placement is None or layout != "flat"):  # which ranks a token meets
+        if drawn.random() < 0.5 and (buffer.placement is None or routed.handle.layout != "flat"):  # ranks of a token
             sent.check_sums(buffer, routed)
         kept.append((sent, routed))
         for one, here in kept:
