@@ -49,11 +49,16 @@ MUTANTS = [  # `caught_by`: a format
         ("the scale of too few columns", "largest_in_group<type, lanes>", "largest_in_group<type, 1>", "mxfp8"),
         (
             "the scale of one warp",
-            "amax = max(amax, of_warps[turn][i])",
-            "amax = max(amax, of_warps[turn][0])",
+            "amax = max(amax, of_warps[walk.turn][i])",
+            "amax = max(amax, of_warps[walk.turn][0])",
             "fp8_token",
         ),
-        ("no barrier before the scale", "        __syncthreads();\n", "", "int8_token"),
+        (
+            "no barrier before the scale",
+            "        __syncthreads();\n        u32 amax = 0;",
+            "        u32 amax = 0;",
+            "int8_token",
+        ),
         (
             "what registers do not hold counts for nothing",
             "column < a.hidden; column += stride)\n            seen",
@@ -90,7 +95,7 @@ MUTANTS = [  # `caught_by`: a format
         ("quotients are products", "__fmaf_rn(__fmaf_rn(-near, scale, value), reciprocal, near)", "near", "fp8_token"),
         ("-0 becomes 0", "| (__float_as_uint(value) & 0x80000000u)", "| (quotient & 0x80000000u)", "fp8_token"),
         ("infinite scales are corrected", "by < __uint_as_float(kInfinityBits) ? by : 0.0f", "by", "fp8_token"),
-        ("scales of the next group", "+ column / group,", "+ column / group / 2 * 2,", "mxfp8"),
+        ("scales of the next group", "+ column / group;", "+ column / group / 2 * 2;", "mxfp8"),
     )
 ]
 
