@@ -440,7 +440,7 @@ def expert_layers_of(some: list[str]) -> str:
     tables = [table(_LAYER_HEADS + WINDOW, (row for name in layers for row in layer_rows(name)))] * bool(layers)
     work, beside_others = of_kind(some, "at-work", "at-work-fp8"), of_kind(some, layers_beside.KIND)
     every_form = [layers_beside.every_form(beside_others)] * bool(beside_others)
-    return "\n\n".join([*tables, *every_form, *[sustained(work)] * bool(work)])
+    return "\n\n".join([*tables, *every_form, *([sustained(work)] if work else [])])
 
 
 def backends() -> str:
