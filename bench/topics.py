@@ -146,6 +146,19 @@ def weights() -> str:
     return table("model | dtype | GEMM | 16 tokens | 32 tokens | 64 tokens | 128 tokens", rows)
 
 
+def gemms_beside() -> str:
+    """Return the table of grouped GEMMs beside torch's and deep_gemm's."""
+    found, rows = load("gemm-peers-h200"), []
+    for row in found["rows"]:
+        what = ", ".join(filter(None, (str(row["gemm"]), row["activation"])))
+        ours = row["us"][row["chosen"]]
+        others = [row["us"].get(name) for name in ("torch", "deep_gemm", "deep_gemm masked")]
+        cells = [f"{time_of(other)} ({other / ours:.2f})" if other else "" for other in others]
+        labels = (row["dtype"], what, str(row["rows"] // row["experts"]))
+        rows.append(line(found, ("GEMM",), *labels, time_of(ours), *cells, at=(3,)))
+    return table("dtype | GEMM | rows an expert | moecomm | torch | deep_gemm, contiguous | masked", rows)
+
+
 def four_bits() -> str:
     """Return the tables of packed MXFP4 weights: grouped GEMMs, and layers of one rank."""
     found, times = load("gemm-packed-mxfp4-h200"), dict[tuple[str, str, int], dict[str, float]]()
@@ -801,9 +814,16 @@ TOPICS = (
         "times as long as the fastest.",
         (
             "gemm-fp8-h100 gemm-h100 gemm-fp8-h200 gemm-h200 gemm-fp8-rows-h200 gemm-fp8-schedules-h200 "
-            "gemm-fp8-clusters-h200 gemm-tune-h200"
+            "gemm-fp8-clusters-h200 gemm-fp8-every-deepseek-v3-h200 gemm-fp8-every-qwen3-235b-h200 gemm-tune-h200"
         ),
         fp8,
+    ),
+    Topic(
+        "Grouped GEMMs beside deep_gemm",
+        "One H200, DeepSeek-V3 on 4 ranks, in one run.  In parentheses: over moecomm's time.  The first GEMM of others "
+        "has no SwiGLU.",
+        "gemm-peers-h200",
+        gemms_beside,
     ),
     Topic(
         "Weights of few tokens",

@@ -27,7 +27,7 @@ def blocks(language: str) -> list[str]:
 
 
 def test_the_page_is_short_and_begins_with_commands_that_install_run_and_test() -> None:
-    assert README.count("\n") <= 110 and README[: README.index("&& pytest")].count("\n") < 30
+    assert README.count("\n") <= 123 and README[: README.index("&& pytest")].count("\n") < 30
     setup_and_run, test = blocks("bash")
     assert setup_and_run.splitlines()[-1] == "pip install . && moecomm demo"
     assert test == 'pip install ".[test]" && pytest\n'
@@ -116,7 +116,7 @@ def test_figures_are_what_the_results_say() -> None:
 
 def test_the_table_of_the_readme_is_short() -> None:
     measured = README.split("<!-- figures")[1].split("<!-- end")[0]
-    assert measured.count("\n|") <= 2 + 12 and measured.count("![") == 1
+    assert measured.count("\n|") <= 2 + 6 + 2 + 12 and measured.count("![") == 1
 
 
 def test_plots_are_drawn_from_the_results() -> None:
@@ -229,7 +229,7 @@ def test_a_change_of_a_kernel_changes_the_page_until_it_is_written_again(
     assert marked() == (False,) * 4
     for part, of_page, of_calls, of_headlines in (
         ("dispatch", True, True, True),
-        ("fused layer", True, True, False),
+        ("fused layer", True, True, True),
         ("dispatch between domains", True, False, False),
         ("host", True, False, False),
         ("gin", True, False, False),

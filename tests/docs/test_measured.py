@@ -375,6 +375,49 @@ def test_host_times_of_eager_calls_are_those_of_the_results() -> None:
     assert f"torch's in the same run {min(torchs):.0f} to {max(torchs):.0f}." in measured
 
 
+def test_grouped_gemms_beside_deep_gemm_are_those_of_the_result() -> None:
+    """The faster form of deep_gemm over ours, by rows an expert."""
+    ratios: dict[str, dict[int, list[float]]] = {"fp8": {}, "bf16": {}}
+    for row in content("gemm-peers-h200")["rows"]:
+        theirs = min(time for name, time in row["us"].items() if name.startswith("deep_gemm"))
+        each = row["rows"] // row["experts"]
+        ratios[row["dtype"]].setdefault(each, []).append(theirs / row["us"][row["chosen"]])
+    measured, _ = aim("FP8 grouped GEMMs with scales of blocks")
+    of_fp8 = [f"{min(some):.2f} to {max(some):.2f}" for _, some in sorted(ratios["fp8"].items())]
+    all_bf16 = [one for some in ratios["bf16"].values() for one in some]
+    want = [*of_fp8, f"{min(all_bf16):.2f} to {max(all_bf16):.2f}"]
+    assert re.findall(r"\d\.\d\d to \d\.\d\d", measured)[:-1] == want  # the last one is of kernels before
+    rows = [int(n) for n in re.findall(r"(?:with|and) (\d+)", measured)]
+    assert [n for n in rows if n in ratios["fp8"]] == sorted(ratios["fp8"])
+
+
+def test_layers_beside_deep_gemm_are_those_of_the_result() -> None:
+    layers: dict[int, dict[str, float]] = {}
+    gemms: dict[int, float] = {}
+    for row in content("layers-peers-h200-1")["rows"]:
+        if row["what"] == "layer":
+            layers.setdefault(row["tokens"], {})[f"{row['who']} {row['variant']}"] = row["us"]["p50"]
+        elif row["what"] == "GEMMs" and (row["who"], row["variant"]) == ("moecomm", ""):
+            gemms[row["tokens"]] = row["us"]["p50"]
+    measured, _ = aim("FP8 layers at 1.4 times the pace")
+    for tokens, of in layers.items():
+        faster = of["deep_gemm fp8, one launch"] / of["moecomm fp8, default"]
+        assert f"{faster:.2f} for {tokens}" in measured
+    over = [layers[tokens]["moecomm default"] / time for tokens, time in gemms.items()]
+    assert f"{min(over):.2f} to {max(over):.2f} of its two GEMMs alone" in measured
+
+
+def test_transfers_take_as_long_as_the_results_say() -> None:
+    measured, _ = aim("Weights of a trainer reach an engine")
+    for name, verb in (("transfer-h200-2", "takes"), ("transfer-cpu", "takes")):
+        rows = content(name)["rows"]
+        plain = [row["of_bytes"] for row in rows if row["cast"] in ("bf16", "bfloat16")]
+        cast = [row["of_bytes"] for row in rows if row["cast"] not in ("bf16", "bfloat16")]
+        ours = [row["of_torch"] for row in rows]
+        assert f"{min(plain):.1f} to {max(plain):.1f}" in measured and f"{min(cast):.1f} to {max(cast):.1f}" in measured
+        assert f"{verb} {min(ours):.2f} to {max(ours):.2f} of ours" in measured
+
+
 def test_packed_mxfp4_weights_are_as_fast_as_the_result_says() -> None:
     """Over FP8 and over bf16, by rows an expert: words for users, and the table of decisions."""
     us: dict[tuple[Any, ...], dict[str, float]] = {}
