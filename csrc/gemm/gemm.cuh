@@ -34,7 +34,9 @@ struct GemmShared {
     MOECOMM_BOTH static constexpr i32 room() { return sizeof(ring) + sizeof(staging); }
 };
 
-// Returns which of the math warpgroups this is. They follow the loader warpgroup.
+// Returns which of the math warpgroups this is. They follow the loader warpgroup.  Called once, before the loop over tiles.  Descriptors
+// are then computed in uniform registers, as long as that loop and what it calls branch on no value of a lane
+// (docs/maintainers/decisions.md).
 MOECOMM_FN i32 this_math_group() { return static_cast<i32>(uniform(threadIdx.x / kWarpgroup)) - 1; }
 
 template <GemmConfig c>

@@ -9,7 +9,7 @@ namespace moecomm {
 
 constexpr i32 kGroupRows = 64;  // rows of x of a warpgroup
 constexpr i32 kPartUnits = 2;   // a part has kPartUnits * kPartColumns rows of w
-constexpr i32 kUnrolled = 4;  // steps
+constexpr i32 kUnrolled = 4;    // steps
 constexpr i32 kRowsPart = kPartUnits * kPartColumns;
 
 MOECOMM_FN float load_shared_float(u32 address) {

@@ -170,8 +170,8 @@ def test_products_run_while_weights_are_widened(name: str) -> None:
 def test_products_of_a_step_are_issued_one_behind_the_other(name: str) -> None:
     """A vector register that becomes a descriptor (R2UR) between two products lets the other warpgroup's products in.
 
-    Both warpgroups then add up at the same time, and the tensor cores wait.  It is so where the compiler cannot tell that
-    a warp's lanes are together (this_math_group() of csrc/gemm/gemm.cuh).
+    Both warpgroups then add up at the same time, and the tensor cores wait.  It is so where the compiler cannot tell
+    that a warp's lanes are together (this_math_group() of csrc/gemm/gemm.cuh).
     """
     pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
     code = "".join(functions_of(compile_beside(KERNELS[name]).result()))
