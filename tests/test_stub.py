@@ -53,3 +53,10 @@ def test_every_argument_and_result_has_a_type(tree: ast.Module) -> None:
             assert all(argument.annotation for argument in arguments if argument.arg != "self"), node.name
             assert node.returns is not None, node.name
             assert node.args.kwarg is None, f"{node.name}: pybind11 knows no signature"
+
+
+def test_no_two_functions_have_one_name(tree: ast.Module) -> None:
+    """pybind11 would take the first whose arguments fit, whichever a caller means.  Launches alone have two forms."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    overloaded = {node.name for node in functions if any("overload" in ast.unparse(one) for one in node.decorator_list)}
+    assert overloaded == {"__call__", "cuda_launch"}

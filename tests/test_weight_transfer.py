@@ -388,5 +388,5 @@ def test_a_board_closes_while_its_store_does_not_answer() -> None:
 
 def test_words_of_a_peer_are_whole() -> None:
     words = torch.zeros(3, dtype=torch.int64)
-    _native.store_word(words[1:].data_ptr(), (1 << 64) - 2)
+    _native.store_u64(words[1:].data_ptr(), (1 << 64) - 2)
     assert _native.load_words(words.data_ptr(), 3) == [0, (1 << 64) - 2, 0]

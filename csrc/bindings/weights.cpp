@@ -68,9 +68,9 @@ void bind_weights(py::module_& m) {
 
 `arrived`: hash what has been written, else what was read.  With `to` == `source` nothing is copied.)");
     m.def(
-        "store_word", [](u64 to, u64 value) { store_release(reinterpret_cast<u64*>(to), value); }, py::arg("to"), py::arg("value"),
+        "store_u64", [](u64 to, u64 value) { store_release(reinterpret_cast<u64*>(to), value); }, py::arg("to"), py::arg("value"),
         "Store a u64 at an address in the memory of CPU ranks: whoever loads it by load_words() sees all that was written before.");
-    m.def("load_words", &load_words, py::arg("source"), py::arg("count"), "Return u64 words at an address; see store_word().");
+    m.def("load_words", &load_words, py::arg("source"), py::arg("count"), "Return u64 words at an address; see store_u64().");
     m.def("cast_rows", &cast_rows, py::arg("format"), py::arg("values"), py::arg("scales"), py::arg("rows"), py::arg("type"),
           py::arg("count"), py::arg("columns"), py::arg("global_scale"),
           R"(Cast rows in the memory of CPU ranks, as moecomm.formats.quantize() does.  Arguments are addresses.

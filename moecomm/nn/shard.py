@@ -168,7 +168,11 @@ def _allow_loading() -> None:
     from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
     shard = (metadata.ChunkStorageMetadata, metadata.TensorProperties, metadata.TensorStorageMetadata)
-    torch.serialization.add_safe_globals([LocalShardsWrapper, *shard, metadata._MEM_FORMAT_ENCODING])
+    formats = metadata._MEM_FORMAT_ENCODING
+    torch.serialization.add_safe_globals([LocalShardsWrapper, *shard, formats])
+    if formats.TORCH_CONTIGUOUS_FORMAT.__reduce_ex__(2)[0] is getattr:
+        # Python before 3.11.4 pickles members by getattr(), which torch.load refuses; it may reach anything.
+        setattr(formats, "__reduce_ex__", lambda self, _: (type(self), (self.value,)))  # noqa: B010
 
 
 def _with_offset(tensor: torch.Tensor, first: int) -> torch.Tensor:

@@ -35,7 +35,7 @@ class HostCarrier:
     def tell(self, words: Sequence[torch.Tensor], value: int) -> None:
         """Set words of readers, by release stores."""
         for word in words:
-            _native.store_word(word.data_ptr(), value)
+            _native.store_u64(word.data_ptr(), value)
 
     def read(self, arriving: Sequence[Arriving]) -> None:
         """Copy records, and hash what has been written."""
