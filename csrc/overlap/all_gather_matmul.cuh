@@ -103,12 +103,13 @@ MOECOMM_FN void all_gather_matmul(const GatherMatmulArgs& a) {
         s.barriers.init();
     });
     const OverlapRound round(a.overlap);
-    if (threadIdx.x < kWarpgroup) {
+    const i32 role = static_cast<i32>(uniform(warp_id()));
+    if (role < kWarpgroup / kWarp) {
         reg_dealloc<kRoleRegisters.link>();
-        if (warp_id() == 0) {
+        if (role == 0) {
             load_gathered(s, a, round);
         } else {
-            const i32 warp = (warp_id() - 1) * gridDim.x + blockIdx.x, warps = kPushWarps * gridDim.x;
+            const i32 warp = (role - 1) * gridDim.x + blockIdx.x, warps = kPushWarps * gridDim.x;
             push_rows<c>(a, round, warp, warps);
             if (a.gathered_out != 0) copy_gathered<c>(a, round, warp, warps);
         }
