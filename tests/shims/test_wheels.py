@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from ..fresh_python import PACKAGES, run_python
+
 pytest.importorskip("cuda.core", reason="kernels are compiled through cuda-core")
 
 HERE = Path(__file__).parent
@@ -26,10 +28,10 @@ def test_kernels_link_with_the_packages_of_the_extra(tmp_path: Path) -> None:
     subprocess.run(
         [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(tmp_path), *packages], check=True
     )
-    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    tests = [str(HERE / name) for name in ("test_linking.py", "test_build.py")]
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-m", "long or not long", *tests]
-    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    counted = ran.stdout.splitlines()[-1]
-    assert ran.returncode == 0 and re.search(r"\d+ passed", counted) and "skipped" not in counted, ran.stdout
+    paths = [str(tmp_path), str(PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])]
+    tests = [HERE / name for name in ("test_linking.py", "test_build.py")]
+    how = ("-m", "pytest", "--rootdir", ROOT, "-n", "0", "-m", "long or not long")
+    ran = run_python(*how, *tests, timeout_s=1500, PYTHONPATH=os.pathsep.join(paths))
+    counted = (ran.stdout.splitlines() or [""])[-1]
+    passed = ran.returncode == 0 and re.search(r"\d+ passed", counted) and "skipped" not in counted
+    assert passed, ran.stdout + ran.stderr
