@@ -68,7 +68,7 @@ MOECOMM_FN void copy_weights(const CopyWeightsArgs& a) {
     }
 }
 
-// What a thread of cast_weights has stored of one matrix. A scale of one byte may share its word with those of other lanes.
+// The hash of what a thread of cast_weights stores of one matrix. A scale of one byte may share its word with those of other lanes.
 struct HashOfCast {
     u64 of_values = 0, of_scales = 0;
 

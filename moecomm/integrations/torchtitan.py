@@ -8,12 +8,12 @@ docs/torchtitan.md says which settings of torchtitan work, and which do not.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, NamedTuple
 
 import torch
 
 from moecomm import ops
-from moecomm.base.choices import BackendName
+from moecomm.base.choices import WIRES, BackendName, CombineWireName
 from moecomm.base.validation import check_name
 from moecomm.buffer import Buffer
 from moecomm.errors import BadInput, Unsupported
@@ -30,7 +30,6 @@ except ImportError as error:
 
 __all__ = ["Metadata", "TokenDispatcher", "use_moecomm"]
 
-WireName: TypeAlias = Literal["exact", "fp8", "int8", "rows"]
 Key = tuple[int, torch.dtype, torch.device]  # columns of a token, and what and where it is
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -80,14 +79,14 @@ class TokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
         capacity_factor: float | None = None
         timeout_s: float = 600.0
         backend: BackendName | None = None
-        wire: WireName | None = None
+        wire: CombineWireName | None = None
 
     def __init__(self, config: TokenDispatcher.Config) -> None:
         super().__init__(config)
         if config.dtype is not None and config.dtype not in _DTYPES:
             raise BadInput("dtype", config.dtype, ", ".join(_DTYPES))
         if config.wire is not None:
-            check_name("wire", config.wire, get_args(WireName))
+            check_name("wire", config.wire, (*WIRES, "rows"))
         self._config = config
         self._buffers: dict[Key, Buffer] = {}
         self._outgrown: list[Buffer] = []  # backward passes may still need them
@@ -212,7 +211,7 @@ def use_moecomm(
     capacity_factor: float | None = None,
     timeout_s: float = 600.0,
     backend: BackendName | None = None,
-    wire: WireName | None = None,
+    wire: CombineWireName | None = None,
 ) -> TokenDispatcher.Config:
     """Configure moecomm in the place of the dispatcher of every MoE layer, whichever one its configuration names.
 

@@ -119,7 +119,7 @@ def test_few_rows_are_copied(made: list[torch.Tensor]) -> None:
 
 @pytest.fixture(params=["grows", "late", "agrees", "fixed"])
 def windows(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Whether windows grow."""
+    """Take windows that grow, and windows that do not."""
     how = {"grows": nullcontext, "late": late_windows, "agrees": agreeing_windows, "fixed": fixed_windows}
     with how[request.param]():
         yield request.param

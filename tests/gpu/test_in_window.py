@@ -10,9 +10,9 @@ import torch
 import moecomm
 from moecomm.base.choices import Layout
 from moecomm.combine import in_window
-from moecomm.fused import layer
 from moecomm.testing import LocalBuffers, random_layer
 
+from ..combine import test_in_window as on_host
 from ..combine.test_in_window import LAYOUTS_AND_WIRES, check_rows_in_fp8, check_rows_in_use, inside
 
 pytestmark = [pytest.mark.gpu1, pytest.mark.timeout(600)]
@@ -26,20 +26,7 @@ SIZES: dict[str, Any] = {
     "dtype": torch.bfloat16,
 }
 BUFFER = {name: size for name, size in SIZES.items() if name != "intermediate"}
-
-
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """The rows that experts of layers make, as they come."""
-    found: list[torch.Tensor] = []
-    experts = layer.apply_experts
-
-    def noted(*given: Any, **how: Any) -> torch.Tensor:
-        found.append(experts(*given, **how))
-        return found[-1]
-
-    monkeypatch.setattr(layer, "apply_experts", noted)
-    return found
+made = on_host.made
 
 
 @pytest.mark.parametrize("wire", [None, "rows"])
