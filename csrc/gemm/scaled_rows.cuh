@@ -50,8 +50,8 @@ MOECOMM_FN void add_rows(float (&accum)[size], const float (&products)[size], co
     for (i32 i = 0; i < size; ++i) accum[i] = __fmaf_rn(products[i], of_x.of[i / 2 % 2] * of_w.at(i / 4), accum[i]);
 }
 
-// Multiplies a math warpgroup's 64 rows of x by all parts of w over the whole depth; `accum` is complete on return.  Waits for `full` of each
-// slot; a slot is released before its last products are added up.  Cannot fail.
+// Multiplies a math warpgroup's 64 rows of x by all parts of w over the whole depth; `accum` is complete on return.  Waits for `full` of
+// each slot; a slot is released before its last products are added up.  Cannot fail.
 //
 // All tiles have as many rows, and so take as long.  Blocks that read the same weights then do so at the same time, from the L2 cache: each
 // takes every (gridDim)-th tile, and would drift apart by shorter ones (docs/maintainers/decisions.md).

@@ -236,9 +236,7 @@ def multiply(
     if given.bias is not None and given.bias.dtype is not torch.float32:
         given = given._replace(bias=given.bias.float())
     x, w, counts, x_scales, w_scales, bias = given
-    next_tile = None
-    if expected_rows * w.numel() >= schedules.LEAST_TAKEN and not given.mxfp4 and (w_scales is None or given.by_channel):
-        next_tile = torch.zeros(1, dtype=torch.int32, device=x.device)
+    next_tile = _counter(given, expected_rows)
     words = _native.tensor_words((x, w, counts, x_scales, w_scales, bias, out, out_scales, next_tile))
     key = (words, activation, interleaved, expected_rows, alignment, schedule)
     launch = _launches().get(key)
@@ -254,6 +252,18 @@ def multiply(
         with torch.cuda.device(device):
             cuda_driver.bind_thread(device)
             enqueue(*launch)
+
+
+def _counter(given: Operands, expected_rows: int) -> torch.Tensor | None:
+    """Return the counter that a large product takes its tiles from; None for other products.
+
+    It is memory of this call, like any temporary tensor: calls on other streams, and in graphs, have their own.
+    """
+    if expected_rows * given.w.numel() < schedules.LEAST_TAKEN or given.mxfp4:
+        return None
+    if given.w_scales is not None and not given.by_channel:
+        return None
+    return torch.zeros(1, dtype=torch.int32, device=given.x.device)
 
 
 _Launch = tuple[

@@ -137,7 +137,7 @@ KERNELS |= {
 # Whose tiles come from a counter.
 KERNELS |= {
     f"taken, {name}": gemm_kernel(*kind, SCHEDULES[name], taken=True)
-    for name, kind in zip(("256x4c1", "256x4c2u16"), KINDS)
+    for name, kind in (("256x4c1", KINDS[0]), ("256x4c2u16", KINDS[2]))
 }
 # Beside MXFP4 weights, with the epilogues of gpt-oss, and a part of them with none.
 PACKED = {
