@@ -127,7 +127,7 @@ MOECOMM_FN void schedule_tiles(ExpertLayerShared<c>& s, const ExpertLayerArgs& a
     for (QueuePlace place;; place.step()) {
         copy_wait(&s.queue.empty[place.slot], place.phase ^ 1);
         QueuedTile& next = s.queue.tiles[place.slot];
-        const i32 position = take_next_tile(s.queue, reinterpret_cast<u32*>(args.layer.next_tile), place);
+        const i32 position = take_position<c>(s.queue.positions, reinterpret_cast<u32*>(args.layer.next_tile), place);
         bool second;
         const bool found = s.queue.walk.find(position, next.tile, second);
         next.product = !found ? QueuedTile::none : second ? QueuedTile::second : QueuedTile::first;

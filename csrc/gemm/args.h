@@ -37,6 +37,7 @@ struct GemmArgs {
     i64 x_scale_row, x_scale_column;  // strides of x_scales, in elements
     u64 bias;                         // f32[groups][columns], of gated products gate columns before up columns; 0: none
     float limit, alpha;               // of Activation::swigluoai
+    u64 next_tile;                    // with GemmConfig::taken, u32: tiles taken so far, 0 before the launch
 };
 
 // Rows of w that a block multiplies (columns of the product).
@@ -44,12 +45,12 @@ MOECOMM_BOTH constexpr i32 gemm_block_columns(bool scaled) { return kMathGroups 
 // Bytes of the product that a warpgroup transposes in one step of the epilogue.
 MOECOMM_BOTH constexpr i32 gemm_stage_bytes(bool scaled) { return scaled ? 4096 : 8192; }
 // Dynamic shared memory of a block; gemm.cuh asserts that GemmShared fits.
-MOECOMM_BOTH constexpr i32 gemm_shared_bytes(bool scaled, i32 most_rows, i32 stages, bool mxfp4 = false) {
+MOECOMM_BOTH constexpr i32 gemm_shared_bytes(bool scaled, i32 most_rows, i32 stages, bool mxfp4 = false, bool taken = false) {
     const i32 columns = gemm_block_columns(scaled), boxes = mxfp4 && !scaled ? kPackedBoxes : 1;
     const i32 operands = columns * (mxfp4 ? kPackedRowBytes : kSlotRowBytes) + boxes * most_rows * kSlotRowBytes;
     const i32 of_weights = mxfp4 ? columns * (scaled ? 4 : kPackedScaleBytes) : scaled ? 4 * kWeightScales : 0;
     const i32 slot = operands + of_weights + (scaled ? 4 * most_rows : 0) + 2 * static_cast<i32>(sizeof(u64));
-    return stages * slot + kMathGroups * 2 * gemm_stage_bytes(scaled) + kMostGroups * 4 + 16;
+    return stages * slot + kMathGroups * 2 * gemm_stage_bytes(scaled) + kMostGroups * 4 + (taken ? 80 : 16);
 }
 
 }  // namespace moecomm

@@ -134,3 +134,30 @@ def test_the_kernel_multiplies_by_scales_of_rows_and_channels(name: str, monkeyp
     want = grouped_gemm(pair, weights, tokens, **how, out_dtype=torch.bfloat16)
     torch.testing.assert_close(out[:used], want[:used], rtol=2**-7, atol=2**-10)  # sums in another order
     assert float((out[:used] == want[:used]).float().mean()) > 0.9
+
+
+@pytest.mark.parametrize("name", few(("256x4c1", "256x4c2u16"), "256x4c2u16"))
+@pytest.mark.parametrize("by_channel", [False, True], ids=["bf16", "channels"])
+def test_tiles_that_are_taken_from_a_counter_are_all_there(
+    name: str, by_channel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bits of tiles in turn; each cluster asks once too often, and ends."""
+    monkeypatch.setattr(tensor_maps, "encode", encode)
+    schedule, counts, columns, depth = SCHEDULES[name], (300, 0, 40, 7), 328, 144
+    g = torch.Generator().manual_seed(columns)
+    x, w = torch.randn(360, depth, generator=g), torch.randn(4, columns, depth, generator=g) / depth**0.5
+    pair = (quantize_rows(x, FP8), quantize_channels(w, FP8)) if by_channel else (x.bfloat16(), w.bfloat16())
+    tokens = torch.tensor(counts, dtype=torch.int32)
+    given = check_operands(*pair, format_of(pair[1]), tokens, 1, activation=None, interleaved=True)
+    counter, outs, clusters = torch.zeros(1, dtype=torch.int32), [], 3
+    for address in (0, counter.data_ptr()):
+        outs.append(torch.full((len(x), columns), float("nan"), dtype=torch.bfloat16))
+        args = gemm.arguments(given, False, outs[-1].data_ptr(), None, schedule, next_tile=address)
+        how = (schedule, torch.bfloat16, Epilogue(channel_scales=by_channel))
+        kernel = gemm_kernel(given.x.dtype, False, False, *how, taken=address != 0)
+        run(kernel, args, blocks=clusters * schedule.cluster, seed=7)
+    rows = sum(counts)
+    assert torch.equal(outs[0][:rows], outs[1][:rows]) and bool(outs[1][rows:].isnan().all())
+    assert not bool(outs[1][:rows].isnan().any())
+    row_tiles = sum(-(-count // schedule.most_rows) for count in counts)
+    assert int(counter) == row_tiles * args.grouping.column_tiles + clusters

@@ -1,0 +1,96 @@
+// Tiles that clusters take from a counter of the whole grid.
+//
+// Tiles then begin in their order, so neighbors, which read the same weights, begin together.  Where each cluster takes every n-th tile
+// instead, clusters whose tiles are lower get ahead, more with each tile, and weights are read from memory again and again.
+#pragma once
+#include "../device/lanes.cuh"
+#include "config.cuh"
+
+namespace moecomm {
+
+constexpr i32 kQueued = 2;  // tiles: one is multiplied while the next is loaded
+
+struct QueuePlace {
+    i32 slot = 0;
+    u32 phase = 0;
+
+    MOECOMM_FN void step() {
+        if (++slot == kQueued) {
+            slot = 0;
+            phase ^= 1;
+        }
+    }
+};
+
+// Positions that the second block of a cluster has from the first, which takes one for both; `arrived` completes when it has come.  The
+// word is then free: the first block reuses a slot only after its tile was multiplied, and both blocks had loaded that tile.
+struct Positions {
+    u64 arrived[kQueued];
+    i32 words[kQueued];
+
+    MOECOMM_FN void init() {
+        for (u64& barrier : arrived) barrier_init(&barrier, 1);
+    }
+};
+
+// Takes the next value of a counter of the whole grid.  One thread; relaxed.
+MOECOMM_FN i32 next_of(u32* counter) {
+    u32 before;
+    asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    return static_cast<i32>(before);
+}
+// Stores a word at the same place in block `rank` of the cluster; its bytes count at that block's barrier.  One thread, asynchronous.
+MOECOMM_FN void send_word(i32* to, i32 value, u64* barrier, i32 rank) {
+    asm volatile(
+        "{\n\t"
+        ".reg .b32 there, counts;\n\t"
+        "mapa.shared::cluster.u32 there, %0, %3;\n\t"
+        "mapa.shared::cluster.u32 counts, %2, %3;\n\t"
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], %1, [counts];\n\t"
+        "}" ::"r"(shared_address(to)),
+        "r"(value), "r"(shared_address(barrier)), "r"(rank)
+        : "memory");
+}
+
+// Returns the cluster's next position.  Called by one thread of each block of the cluster, once the queue slot is free.  The second block
+// waits for the first one's store (no deadline: it always comes).
+template <GemmConfig c>
+MOECOMM_FN i32 take_position(Positions& s, u32* counter, const QueuePlace& place) {
+    if constexpr (c.cluster == 1) {
+        return next_of(counter);
+    } else {
+        static_assert(c.cluster == 2, "one block to send it to");
+        if (cluster_rank() == 0) {
+            const i32 position = next_of(counter);
+            send_word(&s.words[place.slot], position, &s.arrived[place.slot], 1);
+            return position;
+        }
+        expect_bytes(&s.arrived[place.slot], sizeof(i32));
+        copy_wait(&s.arrived[place.slot], place.phase);
+        return s.words[place.slot];
+    }
+}
+
+// Indices of tiles on their way from the thread that takes them to the roles of a block: the loader, with scales in slots a warp that loads
+// them, and the warps that multiply.  `full` completes when an index has been queued, `empty` when all roles are done with its tile.
+// Empty where tiles are not taken.
+template <GemmConfig c, bool = c.taken>
+struct TakenTiles {
+    MOECOMM_FN void init() {}
+};
+template <GemmConfig c>
+struct TakenTiles<c, true> {
+    Positions positions;
+    u64 full[kQueued], empty[kQueued];
+    i32 indices[kQueued];
+
+    MOECOMM_FN void init() {
+        positions.init();
+        for (i32 i = 0; i < kQueued; ++i) {
+            barrier_init(&full[i], 1);
+            barrier_init(&empty[i], 1 + (c.has_slot_scales() ? 1 : 0) + kMathGroups * kWarpgroup / kWarp);
+        }
+    }
+};
+
+}  // namespace moecomm
