@@ -588,6 +588,7 @@ def _interrupts(rank: int, group: Any, count: int) -> Counter[str]:
     return seen
 
 
+@pytest.mark.timeout(1860)
 @pytest.mark.parametrize(("size", "count"), few([(1, 300), (2, 150), (1, 80_000), (2, 12_000)], (1, 300)))
 def test_no_interrupt_leaves_the_turn_taken(ranks: Ranks, size: int, count: int) -> None:
     ranks.start(size, _interrupts, count)
