@@ -104,7 +104,8 @@ def _contiguous(library: Any, x: Any, weights: list[Any], counts: torch.Tensor) 
 
 
 def _masked(library: Any, x: Any, weights: list[Any], counts: torch.Tensor) -> OtherGemm:
-    groups, most = len(counts), max(1, int(counts.max()))
+    # Tiles are stored whole: where groups do not begin at tiles, one overwrites the first rows of the next group.
+    groups, most = len(counts), -(-max(1, int(counts.max())) // ALIGNMENT) * ALIGNMENT
     place = _places(counts.long(), most * torch.arange(groups, device=counts.device))
     rows = _laid_out(library, x, place, (groups, most))
     columns, expected = _matrix(weights[0]).shape[1], max(1, int(counts.sum()) // groups)

@@ -113,8 +113,10 @@ class DeepGemm:
             out[i] = w[expert] @ x[i]
 
     def m_grouped_bf16_gemm_nt_masked(self, x: Any, w: Any, out: torch.Tensor, counts: torch.Tensor, most: int) -> None:
-        for expert, rows in enumerate(counts.tolist()):
-            out[expert, :rows] = x[expert, :rows] @ w[expert].T
+        flat, rows_of_x = out.view(-1, out.shape[2]), x.view(-1, x.shape[2])
+        for expert, rows in reversed(list(enumerate(counts.tolist()))):  # tiles are stored whole, in any order
+            tiles = slice(expert * out.shape[1], expert * out.shape[1] + -(-rows // 64) * 64)
+            flat[tiles] = rows_of_x[tiles] @ w[expert].T
 
 
 def widen(pair: Any, rows: int) -> torch.Tensor:
