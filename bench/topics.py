@@ -27,6 +27,7 @@ from tables import (
     layer_parts,
     line,
     load,
+    names,
     of_kind,
     older,
     round_parts,
@@ -148,15 +149,23 @@ def weights() -> str:
 
 def gemms_beside() -> str:
     """Return the table of grouped GEMMs beside torch's and deep_gemm's."""
-    found, rows = load("gemm-peers-h200"), []
-    for row in found["rows"]:
-        what = ", ".join(filter(None, (str(row["gemm"]), row["activation"])))
-        ours = row["us"][row["chosen"]]
-        others = [row["us"].get(name) for name in ("torch", "deep_gemm", "deep_gemm masked")]
-        cells = [f"{time_of(other)} ({other / ours:.2f})" if other else "" for other in others]
-        labels = (row["dtype"], what, str(row["rows"] // row["experts"]))
-        rows.append(line(found, ("GEMM",), *labels, time_of(ours), *cells, at=(3,)))
-    return table("dtype | GEMM | rows an expert | moecomm | torch | deep_gemm, contiguous | masked", rows)
+    rows = []
+    for name in gemm_peers():
+        found = load(name)
+        for row in found["rows"]:
+            what = ", ".join(filter(None, (str(row["gemm"]), row["activation"])))
+            ours = row["us"][row["chosen"]]
+            others = [row["us"].get(name) for name in ("torch", "deep_gemm", "deep_gemm masked")]
+            cells = [f"{time_of(other)} ({other / ours:.2f})" if other else "" for other in others]
+            model = row["model"] or name.removeprefix("gemm-peers-").removesuffix("-h200")
+            labels = (model, row["dtype"], what, str(row["rows"] // row["experts"]))
+            rows.append(line(found, ("GEMM",), *labels, time_of(ours), *cells, at=(4,)))
+    return table("model | dtype | GEMM | rows an expert | moecomm | torch | deep_gemm, contiguous | masked", rows)
+
+
+def gemm_peers() -> list[str]:
+    """Return the names of results of grouped GEMMs beside deep_gemm's."""
+    return [name for name in names() if name.startswith("gemm-peers-")]
 
 
 def four_bits() -> str:
@@ -820,9 +829,10 @@ TOPICS = (
     ),
     Topic(
         "Grouped GEMMs beside deep_gemm",
-        "One H200, DeepSeek-V3 on 4 ranks, in one run.  In parentheses: over moecomm's time.  The first GEMM of others "
-        "has no SwiGLU.",
-        "gemm-peers-h200",
+        "One H200, the experts of one of 4 ranks, a model in one run.  glm: 5120 x 1536, 160 experts, top-8, as in "
+        "GLM-4.5; v4-pro: 7168 x 3072, 384 experts, top-6, as in DeepSeek-V4-Pro.  In parentheses: over moecomm's "
+        "time.  The first GEMM of others has no SwiGLU.",
+        " ".join(gemm_peers()),
         gemms_beside,
     ),
     Topic(

@@ -150,7 +150,7 @@ def test_each_result_of_eight_gpus_is_named_and_all_but_some_are_in_a_table(load
     loaded.clear()
     for topic in every:
         for some in topic.larger:
-            assert {tables.split(name)[1:] for name in some} in ({("h200", GPUS)}, {("h200", 1)})
+            assert {tables.split(name)[1:] for name in some} in ({("h200", GPUS)}, {("h200", 2)}, {("h200", 1)})
             topic.tables_of(some)
     for topic in times.topics():
         topic.table()
@@ -170,6 +170,7 @@ def test_their_numbers_stand_in_tables_of_their_own(loaded: set[str]) -> None:
     front = test_tables.tables_of(readme.headlines())
     assert [one["name"] for table in front for one in table.results] == [
         f"layers-peers-{MACHINE}",
+        "layers-peers-h200-2",
         "layers-peers-h200-1",
         f"peers-{MACHINE}",
     ]

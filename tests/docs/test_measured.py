@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
+from collections.abc import Iterable
 from functools import cache
 from math import comb
 from pathlib import Path
@@ -375,36 +376,44 @@ def test_host_times_of_eager_calls_are_those_of_the_results() -> None:
     assert f"torch's in the same run {min(torchs):.0f} to {max(torchs):.0f}." in measured
 
 
-def test_grouped_gemms_beside_deep_gemm_are_those_of_the_result() -> None:
+def span(some: Iterable[float]) -> str:
+    """Return the least and the greatest of some ratios, once if they read alike."""
+    low, high = (f"{of(some):.2f}" for of in (min, max))
+    return low if low == high else f"{low} to {high}"
+
+
+@pytest.mark.parametrize("name", ["gemm-peers-h200", "gemm-peers-kimi-k2-h200"])
+def test_grouped_gemms_beside_deep_gemm_are_those_of_the_result(name: str) -> None:
     """The faster form of deep_gemm over ours, by rows an expert."""
     ratios: dict[str, dict[int, list[float]]] = {"fp8": {}, "bf16": {}}
-    for row in content("gemm-peers-h200")["rows"]:
+    for row in content(name)["rows"]:
         theirs = min(time for name, time in row["us"].items() if name.startswith("deep_gemm"))
         each = row["rows"] // row["experts"]
         ratios[row["dtype"]].setdefault(each, []).append(theirs / row["us"][row["chosen"]])
     measured, _ = aim("FP8 grouped GEMMs with scales of blocks")
-    of_fp8 = [f"{min(some):.2f} to {max(some):.2f}" for _, some in sorted(ratios["fp8"].items())]
-    all_bf16 = [one for some in ratios["bf16"].values() for one in some]
-    want = [*of_fp8, f"{min(all_bf16):.2f} to {max(all_bf16):.2f}"]
-    assert re.findall(r"\d\.\d\d to \d\.\d\d", measured)[:-1] == want  # the last one is of kernels before
-    rows = [int(n) for n in re.findall(r"(?:with|and) (\d+)", measured)]
-    assert [n for n in rows if n in ratios["fp8"]] == sorted(ratios["fp8"])
+    of_this = measured.split(f"`{name}.json`")[1].split("`")[0]
+    for each, some in ratios["fp8"].items():
+        assert f"{span(some)} with {each}" in of_this
+    assert f"in bfloat16 {span([one for some in ratios['bf16'].values() for one in some])}" in of_this
 
 
-def test_layers_beside_deep_gemm_are_those_of_the_result() -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_layers_beside_deep_gemm_are_those_of_the_result(ranks: int) -> None:
+    name = f"layers-peers-h200-{ranks}"
     layers: dict[int, dict[str, float]] = {}
     gemms: dict[int, float] = {}
-    for row in content("layers-peers-h200-1")["rows"]:
+    for row in content(name)["rows"]:
         if row["what"] == "layer":
             layers.setdefault(row["tokens"], {})[f"{row['who']} {row['variant']}"] = row["us"]["p50"]
         elif row["what"] == "GEMMs" and (row["who"], row["variant"]) == ("moecomm", ""):
             gemms[row["tokens"]] = row["us"]["p50"]
     measured, _ = aim("FP8 layers at 1.4 times the pace")
+    of_this = measured.split(f"`{name}.json`")[1].split("`")[0]
     for tokens, of in layers.items():
         faster = of["deep_gemm fp8, one launch"] / of["moecomm fp8, default"]
-        assert f"{faster:.2f} for {tokens}" in measured
+        assert f"{faster:.2f} for {tokens}" in of_this
     over = [layers[tokens]["moecomm default"] / time for tokens, time in gemms.items()]
-    assert f"{min(over):.2f} to {max(over):.2f} of its two GEMMs alone" in measured
+    assert f"{min(over):.2f} to {max(over):.2f} of its two GEMMs alone" in of_this
 
 
 def test_transfers_take_as_long_as_the_results_say() -> None:

@@ -1,4 +1,4 @@
-"""Cases of test_mxfp4_gemm.py and test_packed_mxfp4_gemm.py see each seeded bug of the kernels with MXFP4 weights."""
+"""Cases of grouped GEMMs see each seeded bug of tall FP8 tiles, of tiles from a counter, and of MXFP4 weights."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 from ..native.mutants import Mutant
 from . import gemm_machine, plain_gemm
+from . import test_grouped_gemm as plain_cases
 from . import test_mxfp4_gemm as cases
 from . import test_packed_mxfp4_gemm as packed_cases
 from .test_mxfp4_gemm import plain_maps as plain_maps
@@ -15,7 +16,7 @@ from .units import Units, edited
 
 pytestmark = pytest.mark.long
 
-FILE, PACKED, EVERY = "gemm/mxfp4.cuh", "gemm/packed_scaled.cuh", "every value"
+FILE, PACKED, EVERY, TAKEN = "gemm/mxfp4.cuh", "gemm/packed_scaled.cuh", "every value", "256x4c2u16"
 MUTANTS = [  # `caught_by`: a case of test_mxfp4_gemm.py, or EVERY
     Mutant(name, FILE, old, new, caught_by)
     for name, old, new, caught_by in (
@@ -59,6 +60,29 @@ MUTANTS = [  # `caught_by`: a case of test_mxfp4_gemm.py, or EVERY
         ("gate rows alone", "c.apart ? apart_row(", "false ? apart_row(", "apart"),
         ("a slot is free too early", "before = place.slot;", "before = (place.slot + 1) % c.stages;", "plain"),
     )
+] + [  # `caught_by`: a schedule of test_grouped_gemm.py
+    Mutant(f"taken: {name}", f"gemm/{file}.cuh", old, new, TAKEN)
+    for name, file, old, new in (
+        ("the second block adds one", "taken", "return s.words[place.slot];", "return s.words[place.slot] + 1;"),
+        ("the second block hears nothing", "taken", "send_word(&s.words", "if (false) send_word(&s.words"),
+        ("each block for itself", "taken", "(c.cluster == 1) {\n        return next", "(true) {\n        return next"),
+        ("a role too many", "taken", "barrier_init(&empty[i], 1 + (c.has", "barrier_init(&empty[i], 2 + (c.has"),
+        ("the end is not told", "gemm", "arrive(&s.taken.full[", "if (walk.find(index, tile)) arrive(&s.taken.full["),
+        ("a slot that is not free", "gemm", "copy_wait(&s.taken.empty[place.slot], place.phase ^ 1);", ""),
+        ("one slot for all", "gemm", "taken.indices[place.slot], tile", "taken.indices[0], tile"),
+        ("all lanes are done", "gemm", "if (!warp || lane_id() == 0) arrive(&taken", "arrive(&taken"),
+    )
+] + [  # `caught_by`: a case of test_grouped_gemm.py
+    Mutant(f"tall: {name}", "gemm/scaled_rows.cuh", old, new, "rows first, apart, cast")
+    for name, old, new in (
+        ("rows of the first warpgroup", "math_group * (kGroupRows * kSlotRowBytes / 16)", "0"),
+        ("scales of the first warpgroup", "math_group * kGroupRows + warp_id() % 4 * 16", "warp_id() % 4 * 16"),
+        ("one scale of two rows", "slot.of_x(row + 8)", "slot.of_x(row)"),
+        ("columns of one part", "part * (kRowsPart * kSlotRowBytes / 16)", "0"),
+        ("scales of one part", "of_w.load(scales.slot(slot), part)", "of_w.load(scales.slot(slot), 0)"),
+        ("products are added to one part", "add_rows<c>(accum[part]", "add_rows<c>(accum[0]"),
+        ("sums of the tile before", "accum[part][i] = 0.0f;", ""),
+    )
 ]  # fmt: skip
 
 
@@ -67,13 +91,15 @@ def test_a_mutant_is_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> 
     unit = Units(edited(plain_gemm.write, mutant.file, mutant.old, mutant.new), "tensor_cores.h")
     monkeypatch.setattr(gemm_machine, "units", lambda: unit)
     monkeypatch.setattr(gemm_machine, "compiled", lru_cache(gemm_machine.compiled.__wrapped__))
-    if mutant.file == PACKED:
-        case, every = (
-            packed_cases.test_the_kernel_has_the_products_of_widened_weights,
-            packed_cases.test_every_value_with_every_scale,
-        )
+    if mutant.name.startswith("taken"):
+        test = partial(plain_cases.test_tiles_that_are_taken_from_a_counter_are_all_there, TAKEN, False, monkeypatch)
+    elif mutant.name.startswith("tall"):
+        test = partial(plain_cases.test_the_kernel_computes_what_the_reference_does, mutant.caught_by, monkeypatch)
+    elif mutant.caught_by == EVERY:
+        test = (packed_cases if mutant.file == PACKED else cases).test_every_value_with_every_scale
+    elif mutant.file == PACKED:
+        test = partial(packed_cases.test_the_kernel_has_the_products_of_widened_weights, mutant.caught_by)
     else:
-        case, every = cases.test_the_kernel_has_the_bits_of_the_kernel_for_bf16, cases.test_every_value_with_every_scale
-    test = every if mutant.caught_by == EVERY else partial(case, mutant.caught_by)
+        test = partial(cases.test_the_kernel_has_the_bits_of_the_kernel_for_bf16, mutant.caught_by)
     with pytest.raises(AssertionError):
         test()
