@@ -213,6 +213,7 @@ def test_a_change_of_a_kernel_changes_the_page_until_it_is_written_again(
     """A result as if it were of today, and then another kernel."""
     import checks
     import head_to_head
+    import layers_beside
     import pages
     import readme
     import tables
@@ -220,7 +221,7 @@ def test_a_change_of_a_kernel_changes_the_page_until_it_is_written_again(
     import topics
 
     now, load = tables.digests(), tables.load
-    for module in (tables, times, topics, checks, pages, head_to_head):
+    for module in (tables, times, topics, checks, pages, head_to_head, layers_beside):
         monkeypatch.setattr(module, "load", lambda name: load(name) | {"kernels": now})
 
     def marked() -> tuple[bool, ...]:

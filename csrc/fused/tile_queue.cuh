@@ -1,6 +1,6 @@
 // The tile queue: tiles pass from a block's tile scheduler to the block's other roles.
 #pragma once
-#include "../gemm/taken.cuh"
+#include "../gemm/tile_counter.cuh"
 #include "lagged.h"
 
 namespace moecomm {

@@ -11,6 +11,7 @@ constexpr i32 kPartColumns = 64;                    // rows of w that a warpgrou
 constexpr i32 kMostGroups = 512;                    // shared memory holds a count for each group
 constexpr i32 kRowMaps = 5;                         // tensor maps of x, one for each box height
 constexpr i32 kWeightScales = kMathGroups * 2 * 2;  // scales of w in a slot: warpgroups x parts x (gate, up)
+constexpr i32 kIndexQueueBytes = 64;                // tile_counter.cuh
 constexpr i32 kPackedBoxes = 2;                     // boxes of x in a slot beside packed MXFP4 weights: 128 columns
 constexpr i32 kPackedRowBytes = 64;                 // bytes of a row of these weights in a slot
 constexpr i32 kPackedScaleBytes = 8;                // the two words that hold the four scales of such a row
@@ -37,7 +38,7 @@ struct GemmArgs {
     i64 x_scale_row, x_scale_column;  // strides of x_scales, in elements
     u64 bias;                         // f32[groups][columns], of gated products gate columns before up columns; 0: none
     float limit, alpha;               // of Activation::swigluoai
-    u64 next_tile;                    // with GemmConfig::taken, u32: tiles taken so far, 0 before the launch
+    u64 next_tile;                    // with GemmConfig::dynamic, u32: position that a cluster takes next, 0 before the launch
 };
 
 // Rows of w that a block multiplies (columns of the product).
@@ -45,12 +46,12 @@ MOECOMM_BOTH constexpr i32 gemm_block_columns(bool scaled) { return kMathGroups 
 // Bytes of the product that a warpgroup transposes in one step of the epilogue.
 MOECOMM_BOTH constexpr i32 gemm_stage_bytes(bool scaled) { return scaled ? 4096 : 8192; }
 // Dynamic shared memory of a block; gemm.cuh asserts that GemmShared fits.
-MOECOMM_BOTH constexpr i32 gemm_shared_bytes(bool scaled, i32 most_rows, i32 stages, bool mxfp4 = false, bool taken = false) {
+MOECOMM_BOTH constexpr i32 gemm_shared_bytes(bool scaled, i32 most_rows, i32 stages, bool mxfp4 = false, bool dynamic = false) {
     const i32 columns = gemm_block_columns(scaled), boxes = mxfp4 && !scaled ? kPackedBoxes : 1;
     const i32 operands = columns * (mxfp4 ? kPackedRowBytes : kSlotRowBytes) + boxes * most_rows * kSlotRowBytes;
     const i32 of_weights = mxfp4 ? columns * (scaled ? 4 : kPackedScaleBytes) : scaled ? 4 * kWeightScales : 0;
     const i32 slot = operands + of_weights + (scaled ? 4 * most_rows : 0) + 2 * static_cast<i32>(sizeof(u64));
-    return stages * slot + kMathGroups * 2 * gemm_stage_bytes(scaled) + kMostGroups * 4 + (taken ? 80 : 16);
+    return stages * slot + kMathGroups * 2 * gemm_stage_bytes(scaled) + kMostGroups * 4 + 16 + (dynamic ? kIndexQueueBytes : 0);
 }
 
 }  // namespace moecomm

@@ -28,7 +28,7 @@ struct GemmConfig {
     bool channel_scales = false;  // sums over the whole depth are multiplied by a scale of their row of x and one of their row of w
     bool mxfp4 = false;           // w is packed MXFP4 and x operand B: bf16 (mxfp4.cuh) or scaled e4m3 (packed_scaled.cuh)
     bool integers = false;        // with channel_scales: the bytes of x and w are int8 and not e4m3, and sums are exact
-    bool taken = false;           // a grouped GEMM whose clusters take tiles from a counter (taken.cuh)
+    bool dynamic = false;         // a grouped GEMM whose clusters take tiles from a counter (tile_counter.cuh)
 
     // A scale for 128 columns of x, and for 128 rows and columns of w.
     MOECOMM_BOTH constexpr bool scaled() const { return type == Type::e4m3 && !channel_scales; }
@@ -54,7 +54,7 @@ struct GemmConfig {
     MOECOMM_BOTH constexpr i32 row_bytes() const { return boxes() * box_bytes(); }                    // bytes of x in a slot
     // Bytes of the product that a warpgroup transposes at once.  There are two such buffers, so that one barrier a step is enough.
     MOECOMM_BOTH constexpr i32 stage_bytes() const { return gemm_stage_bytes(scaled()); }
-    MOECOMM_BOTH constexpr i32 shared_bytes() const { return gemm_shared_bytes(scaled(), most_rows, stages, mxfp4, taken); }
+    MOECOMM_BOTH constexpr i32 shared_bytes() const { return gemm_shared_bytes(scaled(), most_rows, stages, mxfp4, dynamic); }
     MOECOMM_BOTH constexpr i32 least_box() const { return row_unit / cluster; }  // box height of the first map of x
 };
 

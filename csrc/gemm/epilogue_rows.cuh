@@ -2,7 +2,7 @@
 //
 // A warp holds all columns of the block of 16 rows, so it stores them without other warps.  stmatrix writes 128 bytes of each row to shared
 // memory in row order, and 8 lanes store the row's.  Where the product is cast, the 128 columns that share a scale are in registers of four
-// lanes.
+// lanes; for a tile of at most 64 rows, half of them are in the other warpgroup (share_largest).
 #pragma once
 #include "epilogue.cuh"
 #include "scaled_rows.cuh"
@@ -59,11 +59,11 @@ struct Placed {
 };
 
 // Stores a warp's share without a cast, 64 columns at a time.  A whole warp.
-template <GemmConfig c, i32 size, class Out>
+template <GemmConfig c, i32 parts, i32 size, class Out>
 MOECOMM_FN void store_as_made(const float (&accum)[c.parts()][size], const Placed& at, u32 staging, const Out& out) {
     constexpr i32 each = (c.gated ? kRowsPart / 2 : kRowsPart) / 64;  // pieces, in a part
 #pragma unroll
-    for (i32 piece = 0; piece < c.parts() * each; ++piece) {
+    for (i32 piece = 0; piece < parts * each; ++piece) {
         u32 words[8][2];
 #pragma unroll
         for (i32 i = 0; i < 16; ++i) words[i / 2][i % 2] = made_of<c>(accum[piece / each], piece % each * 8 + i / 2, i % 2);
@@ -75,11 +75,27 @@ MOECOMM_FN void store_as_made(const float (&accum)[c.parts()][size], const Place
     }
 }
 
-// Casts a warp's share to e4m3 and stores it with its scales: the same bits as epilogue_cast.cuh.  A whole warp.
-template <GemmConfig c, i32 size, class Out>
-MOECOMM_FN void store_as_cast(const float (&accum)[c.parts()][size], const Placed& at, u32 staging, const Out& out) {
+MOECOMM_FN void store_shared_words(u32 address, u32 first, u32 second) {
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(first), "r"(second) : "memory");
+}
+// Replaces the largest magnitude of each of a lane's two rows by the maximum over both warpgroups, where each holds half of the columns of
+// these rows.  Called by all threads of both math warpgroups, which meet at a named barrier twice.
+MOECOMM_FN void share_largest(u32 (&largest)[2], u32 mine, u32 other) {
+    __syncwarp();  // earlier contents have been read
+    store_shared_words(mine + lane_id() * 8, largest[0], largest[1]);
+    barrier_sync(1 + kMathGroups, kMathGroups * kWarpgroup);
+    const float2 seen = load_shared_pair(other + lane_id() * 8);
+    largest[0] = larger<Type::bf16>(largest[0], __float_as_uint(seen.x));
+    largest[1] = larger<Type::bf16>(largest[1], __float_as_uint(seen.y));
+    barrier_sync(1 + kMathGroups, kMathGroups * kWarpgroup);  // the staging may be overwritten again
+}
+
+// Casts a warp's share to e4m3 and stores it with its scales: the same bits as epilogue_cast.cuh.  A whole warp, or, with half of the
+// parts, all warps of both math warpgroups.  `other`: staging of the warp that holds the other columns of these rows, if there is one.
+template <GemmConfig c, i32 parts, i32 size, class Out>
+MOECOMM_FN void store_as_cast(const float (&accum)[c.parts()][size], const Placed& at, u32 staging, u32 other, const Out& out) {
     static_assert(c.gated && c.parts() * size == kScaleGroup, "all parts are a group of columns");
-    constexpr i32 of_part = size / 8, eights = c.parts() * of_part;
+    constexpr i32 of_part = size / 8, eights = parts * of_part;
     u32 values[eights][2], largest[2] = {};
 #pragma unroll
     for (i32 i = 0; i < 2 * eights; ++i) {
@@ -88,6 +104,7 @@ MOECOMM_FN void store_as_cast(const float (&accum)[c.parts()][size], const Place
         value = at.column + eight * 8 < at.columns ? made_of<c>(accum[eight / of_part], eight % of_part, i % 2) : 0;
         largest[i % 2] = larger<Type::bf16>(largest[i % 2], magnitudes<Type::bf16>(value));
     }
+    if constexpr (parts < c.parts()) share_largest(largest, staging, other);
     const float seen[2] = {largest_in_group<Type::bf16, 4>(largest[0]), largest_in_group<Type::bf16, 4>(largest[1])};
     GroupScale scale[2];
     group_scales<ScaleFormat::fp32>(seen, scale);
@@ -120,18 +137,29 @@ MOECOMM_FN void store_as_cast(const float (&accum)[c.parts()][size], const Place
         if (lane / 4 + 8 * i < at.rows) out.store_scale(at.first + lane / 4 + 8 * i, at.column, __uint_as_float(scale[i].bits));
 }
 
-// Stores a warpgroup's 64 rows of a tile in column block `block`.  `staging`: of all warps of both warpgroups.
+template <GemmConfig c, i32 parts, i32 size, class Out>
+MOECOMM_FN void store_share(const float (&accum)[c.parts()][size], const Placed& at, u32 staging, u32 other, const Out& out) {
+    if constexpr (c.out == Type::e4m3) {
+        store_as_cast<c, parts>(accum, at, staging, other, out);
+    } else {
+        store_as_made<c, parts>(accum, at, staging, out);
+    }
+}
+// Stores a warpgroup's share of a tile in column block `block`.  Called by both math warpgroups; they meet at a named barrier only where
+// the product is cast and the tile has at most 64 rows.  `staging`: of all warps of both warpgroups.
 template <GemmConfig c, i32 size, class Out>
 MOECOMM_FN void store_rows(const float (&accum)[c.parts()][size], const Tile& tile, i32 block, i32 columns, u32 staging, i32 math_group,
                            const Out& out) {
     constexpr i32 room = kWarpRows * kStagedRowBytes, part_columns = c.gated ? kRowsPart / 2 : kRowsPart;
     static_assert(2 * c.stage_bytes() == 4 * room, "what a warp has of a warpgroup's");
-    const i32 warp = math_group * 4 + warp_id() % 4, from = warp * kWarpRows;
-    const Placed at{tile.row + from, tile.rows - from, block * c.parts() * part_columns, columns};
-    if constexpr (c.out == Type::e4m3) {
-        store_as_cast<c>(accum, at, staging + warp * room, out);
+    const Share<c> share(tile.rows, math_group);
+    const i32 warp = warp_id() % 4, from = share.first_row + warp * kWarpRows;
+    const Placed at{tile.row + from, tile.rows - from, (block * c.parts() + share.first_part) * part_columns, columns};
+    const u32 mine = staging + (math_group * 4 + warp) * room;
+    if (!share.all_parts) {
+        store_share<c, 1>(accum, at, mine, staging + ((1 - math_group) * 4 + warp) * room, out);
     } else {
-        store_as_made<c>(accum, at, staging + warp * room, out);
+        store_share<c, c.parts()>(accum, at, mine, mine, out);
     }
 }
 

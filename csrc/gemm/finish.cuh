@@ -5,7 +5,7 @@
 // not depend on the kernel that it is computed in.
 #pragma once
 #include "config.cuh"
-#include "scaled_rows.cuh"
+#include "epilogue_rows.cuh"
 
 namespace moecomm {
 
@@ -63,10 +63,6 @@ MOECOMM_FN void finish_four(const GemmArgs& args, float* first, float* second, c
         }
         if constexpr (c.gated && c.activation != Activation::swiglu) first[i] = activated<c>(args, first[i], second[i]);
     }
-}
-
-MOECOMM_FN void store_shared_words(u32 address, u32 first, u32 second) {
-    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(first), "r"(second) : "memory");
 }
 
 // The scales that a lane has of a tile, with GemmConfig::channel_scales: loaded before the tile's products, so that these hide the latency,
@@ -137,9 +133,11 @@ MOECOMM_FN void finish(float (&accum)[c.parts()][size], const GemmArgs& args, co
                 if (8 * j < tile.rows) finish_four<c>(args, accum[part] + 4 * j, accum[part] + 4 * j + 2, ones, others);
         }
     } else {  // a lane has two rows of x, and two of each 8 rows of w
+        const Share<c> share(tile.rows, math_group);
 #pragma unroll
         for (i32 part = 0; part < c.parts(); ++part) {
-            const i32 row = first + part * kRowsPart + lane % 4 * 2;
+            if (part > 0 && !share.all_parts) break;
+            const i32 row = first + (share.first_part + part) * kRowsPart + lane % 4 * 2;
 #pragma unroll
             for (i32 j = 0; j < size / 4; j += 2) {
                 const i32 at = row + 8 * j;

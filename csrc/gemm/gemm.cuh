@@ -5,8 +5,9 @@
 // 64 rows of w each.  FP8 keeps two accumulators (scaled.cuh): a block then has 256 rows of w, a warpgroup multiplies two times 64 of them
 // in sequence, and tiles have at most 128 rows.  FP8 tiles of many rows use x as operand A instead (scaled_rows.cuh).
 //
-// The kernel is persistent: each cluster takes every (gridDim / cluster)-th tile (tiles.h), or the next one of a counter (taken.cuh).  The
-// blocks of a cluster multiply the same row tile with neighboring columns; each loads its part of x into all of them.
+// The kernel is persistent: each cluster takes every (gridDim / cluster)-th tile (tiles.h), or the next one of a counter
+// (tile_counter.cuh).  The blocks of a cluster multiply the same row tile with neighboring columns; each loads its part of x into all of
+// them.
 #pragma once
 #include "../device/launch.cuh"
 #include "epilogue.cuh"
@@ -16,7 +17,7 @@
 #include "mxfp4.cuh"
 #include "packed_scaled.cuh"
 #include "scaled.cuh"
-#include "taken.cuh"
+#include "tile_counter.cuh"
 
 namespace moecomm {
 
@@ -30,7 +31,7 @@ struct GemmShared {
     RingBarriers<c> barriers;
     i32 counts[kMostGroups];
     RingScales<c> scales;
-    TakenTiles<c> taken;
+    IndexQueue<c> queue;
 
     // Bytes from the beginning that are unused until the first tile is loaded: the fused kernel fetches rows through them.
     MOECOMM_BOTH static constexpr i32 room() { return sizeof(ring) + sizeof(staging); }
@@ -48,7 +49,7 @@ MOECOMM_FN i32 place_in_cluster() {
 
 // The tiles of this block's cluster, for one role.  Constants are read again where they are needed: registers are scarce.  `warp`: the role
 // is a whole warp, not one thread.
-template <GemmConfig c, bool warp = true, bool = c.taken>
+template <GemmConfig c, bool warp = true, bool = c.dynamic>
 struct MyTiles {
     TileWalk walk;
     i32 next;
@@ -60,32 +61,33 @@ struct MyTiles {
 template <GemmConfig c, bool warp>
 struct MyTiles<c, warp, true> {
     TileWalk walk;
-    TakenTiles<c>& taken;
+    IndexQueue<c>& queue;
     QueuePlace place;
 
-    MOECOMM_FN MyTiles(const GemmArgs& args, GemmShared<c>& s) : walk(args.grouping, s.counts), taken(s.taken) {}
-    // Waits for the next index (no deadline: the thread that takes tiles waits for these roles alone).
+    MOECOMM_FN MyTiles(const GemmArgs& args, GemmShared<c>& s) : walk(args.grouping, s.counts), queue(s.queue) {}
+    // Waits for the next index (no deadline: the tile scheduler waits for these roles alone, of either block of a pair).
     MOECOMM_FN bool find(Tile& tile) {
-        copy_wait(&taken.full[place.slot], place.phase);
-        return walk.find(taken.indices[place.slot], tile);
+        copy_wait(&queue.full[place.slot], place.phase);
+        return walk.find(queue.indices[place.slot], tile);
     }
+    // Called once the role is done with the tile, not with the index alone: Positions relies on it.
     MOECOMM_FN void step() {
         if constexpr (warp) __syncwarp();
-        if (!warp || lane_id() == 0) arrive(&taken.empty[place.slot]);
+        if (!warp || lane_id() == 0) arrive(&queue.empty[place.slot]);
         place.step();
     }
 };
 
-// Takes tiles for all roles of the block, until there are no more.  One thread.
+// The tile scheduler role: one thread.  Takes tiles for all roles of the block, until there are no more.
 template <GemmConfig c>
-MOECOMM_FN void take_tiles(GemmShared<c>& s, const GemmArgs& args) {
+MOECOMM_FN void schedule_tiles(GemmShared<c>& s, const GemmArgs& args) {
     TileWalk walk(args.grouping, s.counts);
     Tile tile;
     for (QueuePlace place;; place.step()) {
-        copy_wait(&s.taken.empty[place.slot], place.phase ^ 1);
-        const i32 index = take_position<c>(s.taken.positions, reinterpret_cast<u32*>(args.next_tile), place);
-        s.taken.indices[place.slot] = index;
-        arrive(&s.taken.full[place.slot]);
+        copy_wait(&s.queue.empty[place.slot], place.phase ^ 1);
+        const i32 index = take_position<c>(s.queue.positions, reinterpret_cast<u32*>(args.next_tile), place);
+        s.queue.indices[place.slot] = index;
+        arrive(&s.queue.full[place.slot]);
         if (!walk.find(index, tile)) return;
     }
 }
@@ -320,7 +322,7 @@ template <GemmConfig c, i32 n = c.most_rows, i32 size>
 MOECOMM_FN void multiply_padded(GemmShared<c>& s, RingPlace<c>& place, i32 math_group, i32 steps, i32 padded,
                                 float (&accum)[c.parts()][size]) {
     if constexpr (!c.swapped) {
-        multiply_rows<c>(s.ring, s.barriers, s.scales, place, math_group, steps, accum);
+        multiply_rows<c>(s.ring, s.barriers, s.scales, place, math_group, steps, padded, accum);
     } else if (n > c.row_unit && padded != n) {
         if constexpr (n > c.row_unit) multiply_padded<c, n - c.row_unit>(s, place, math_group, steps, padded, accum);
     } else if constexpr (c.mxfp4) {
@@ -394,7 +396,7 @@ MOECOMM_FN void grouped_gemm(const GemmArgs& args) {
         prefetch_map(args.w);
         for (const TensorMap& map : args.x) prefetch_map(map);
         s.barriers.init();
-        s.taken.init();
+        s.queue.init();
         barrier_init_done();
     }
     await_earlier_kernels();
@@ -408,8 +410,8 @@ MOECOMM_FN void grouped_gemm(const GemmArgs& args) {
         if constexpr (c.has_slot_scales()) {
             if (warp == 2) load_scales(s, args);
         }
-        if constexpr (c.taken) {
-            if (warp == 3 && lane_id() == 0) take_tiles(s, args);
+        if constexpr (c.dynamic) {
+            if (warp == 3 && lane_id() == 0) schedule_tiles(s, args);
         }
     } else {
         reg_alloc<c.math_registers()>();

@@ -50,26 +50,38 @@ MOECOMM_FN void add_rows(float (&accum)[size], const float (&products)[size], co
     for (i32 i = 0; i < size; ++i) accum[i] = __fmaf_rn(products[i], of_x.of[i / 2 % 2] * of_w.at(i / 4), accum[i]);
 }
 
-// Multiplies a math warpgroup's 64 rows of x by all parts of w over the whole depth; `accum` is complete on return.  Waits for `full` of
-// each slot; a slot is released before its last products are added up.  Cannot fail.
-//
-// All tiles have as many rows, and so take as long.  Blocks that read the same weights then do so at the same time, from the L2 cache: each
-// takes every (gridDim)-th tile, and would drift apart by shorter ones (docs/maintainers/decisions.md).
+// A warpgroup's share of a tile: 64 rows and all parts; or, of a tile of at most 64 rows, all rows and one of the two parts.
+template <GemmConfig c>
+struct Share {
+    i32 first_row, first_part;
+    bool all_parts;
+
+    // rows: of the tile, rounded up to units or not.
+    MOECOMM_FN Share(i32 rows, i32 math_group)
+        : first_row(rows > kGroupRows ? math_group * kGroupRows : 0),
+          first_part(rows > kGroupRows ? 0 : math_group),
+          all_parts(rows > kGroupRows) {
+        static_assert(c.parts() == kMathGroups && c.most_rows == kMathGroups * kGroupRows, "as many parts as warpgroups");
+    }
+};
+
+// Multiplies 64 rows of x by `parts` parts of w over the whole depth.  Called by a math warpgroup.  Waits for `full` of each slot; a slot
+// is released before its last products are added up.  Cannot fail.
 //
 // Registers hold the accumulators of both parts and the products of one.  While the warpgroup adds up, the tensor cores work for the other
 // one.  They do so only if the products of a step are issued one right behind the other.  So matrix descriptors must be in uniform
 // registers, where the tensor cores read them: see this_math_group().
-template <GemmConfig c, i32 size>
-MOECOMM_FN void multiply_rows(Ring<c>& ring, RingBarriers<c>& barriers, const RingScales<c>& scales, RingPlace<c>& place, i32 math_group,
-                              i32 steps, float (&accum)[c.parts()][size]) {
-    static_assert(c.row_unit == c.most_rows && c.most_rows == kMathGroups * kGroupRows, "64 rows a warpgroup");
+template <GemmConfig c, i32 parts, i32 size>
+MOECOMM_FN void multiply_share(Ring<c>& ring, RingBarriers<c>& barriers, const RingScales<c>& scales, RingPlace<c>& place, i32 math_group,
+                               i32 steps, float (&accum)[c.parts()][size]) {
     static_assert(c.parts() * kRowsPart == c.block_columns() && 2 * size == kRowsPart, "parts of 128 rows of w");
-    const u32 w = operand_at(shared_address(ring.w[0]));
-    const u32 x = operand_at(shared_address(ring.x[0])) + math_group * (kGroupRows * kSlotRowBytes / 16);
-    const i32 row = math_group * kGroupRows + warp_id() % 4 * 16 + lane_id() / 4;
+    const i32 first_part = parts == c.parts() ? 0 : math_group, first_row = parts == c.parts() ? math_group * kGroupRows : 0;
+    const u32 w = operand_at(shared_address(ring.w[0])) + first_part * (kRowsPart * kSlotRowBytes / 16);
+    const u32 x = operand_at(shared_address(ring.x[0])) + first_row * (kSlotRowBytes / 16);
+    const i32 row = first_row + warp_id() % 4 * 16 + lane_id() / 4;
     float products[size] = {};
 #pragma unroll
-    for (i32 part = 0; part < c.parts(); ++part)
+    for (i32 part = 0; part < parts; ++part)
 #pragma unroll
         for (i32 i = 0; i < size; ++i) accum[part][i] = 0.0f;
 #pragma unroll kUnrolled
@@ -80,7 +92,7 @@ MOECOMM_FN void multiply_rows(Ring<c>& ring, RingBarriers<c>& barriers, const Ri
         RowScales of_x;
         of_x.load(scales.slot(slot), row);
 #pragma unroll
-        for (i32 part = 0; part < c.parts(); ++part) {
+        for (i32 part = 0; part < parts; ++part) {
             wgmma_begin();
 #pragma unroll
             for (i32 k = 0; k < kSlotRowBytes / 32; ++k) {
@@ -89,16 +101,27 @@ MOECOMM_FN void multiply_rows(Ring<c>& ring, RingBarriers<c>& barriers, const Ri
             }
             wgmma_commit();
             PartScales<c> of_w;
-            of_w.load(scales.slot(slot), part);
+            of_w.load(scales.slot(slot), first_part + part);
             wgmma_wait<0>();
             pin_registers(products);
-            if (part + 1 == c.parts()) {
+            if (part + 1 == parts) {
                 __syncwarp();  // all lanes have read their scales
                 release_slot(barriers, slot);
             }
             add_rows<c>(accum[part], products, of_x, of_w);
         }
         place.step();
+    }
+}
+
+// Multiplies a math warpgroup's share of a tile; `accum` is complete on return.
+template <GemmConfig c, i32 size>
+MOECOMM_FN void multiply_rows(Ring<c>& ring, RingBarriers<c>& barriers, const RingScales<c>& scales, RingPlace<c>& place, i32 math_group,
+                              i32 steps, i32 padded, float (&accum)[c.parts()][size]) {
+    if (padded > kGroupRows) {
+        multiply_share<c, c.parts()>(ring, barriers, scales, place, math_group, steps, accum);
+    } else {
+        multiply_share<c, 1>(ring, barriers, scales, place, math_group, steps, accum);
     }
 }
 

@@ -236,39 +236,34 @@ def multiply(
     if given.bias is not None and given.bias.dtype is not torch.float32:
         given = given._replace(bias=given.bias.float())
     x, w, counts, x_scales, w_scales, bias = given
-    next_tile = _counter(given, expected_rows)
-    words = _native.tensor_words((x, w, counts, x_scales, w_scales, bias, out, out_scales, next_tile))
+    words = _native.tensor_words((x, w, counts, x_scales, w_scales, bias, out, out_scales))
     key = (words, activation, interleaved, expected_rows, alignment, schedule)
-    launch = _launches().get(key)
+    launch = None if words is None else _launches().get(key)
     if launch is None:
-        address = 0 if next_tile is None else next_tile.data_ptr()
-        how = (activation, interleaved, out, out_scales, expected_rows, alignment, schedule, address)
-        launch = _launch_of(given, *how)
-        _launches().add(key, launch)
-    device = launch[0]
+        launch = _launch_of(given, activation, interleaved, out, out_scales, expected_rows, alignment, schedule)
+        if words is not None:
+            _launches().add(key, launch)
+    device, kernel, blocks, args, dynamic = launch
+    if dynamic:  # the counter is memory of this call: calls on other streams, and in graphs, have their own
+        next_tile = torch.zeros(1, dtype=torch.int32, device=x.device)
+        args = type(args).from_buffer_copy(args)
+        args.next_tile = next_tile.data_ptr()
     if torch.cuda.current_device() == device and _native.cuda_context() != 0:
-        enqueue(*launch)
+        enqueue(device, kernel, blocks, args)
     else:  # another GPU is current, or this thread has no CUDA context yet
         with torch.cuda.device(device):
             cuda_driver.bind_thread(device)
-            enqueue(*launch)
+            enqueue(device, kernel, blocks, args)
 
 
-def _counter(given: Operands, expected_rows: int) -> torch.Tensor | None:
-    """Return the counter that a large product takes its tiles from; None for other products.
+class _Launch(NamedTuple):
+    """Arguments of enqueue(), and whether the kernel takes its tiles from a counter, which is not among `args` yet."""
 
-    It is memory of this call, like any temporary tensor: calls on other streams, and in graphs, have their own.
-    """
-    if expected_rows * given.w.numel() < schedules.LEAST_TAKEN or given.mxfp4:
-        return None
-    if given.w_scales is not None and not given.by_channel:
-        return None
-    return torch.zeros(1, dtype=torch.int32, device=given.x.device)
-
-
-_Launch = tuple[
-    int, kernels.SharedKernel, int, ctypes.Structure
-]  # arguments of enqueue(): device, kernel, blocks, struct
+    device: int
+    kernel: kernels.SharedKernel
+    blocks: int
+    args: ctypes.Structure
+    dynamic: bool
 
 
 @tuning.until_forgotten
@@ -286,7 +281,6 @@ def _launch_of(
     expected_rows: int,
     alignment: int,
     schedule: Schedule | None,
-    next_tile: int,
 ) -> _Launch:
     device, dtype, apart = out.device.index, given.x.dtype, activation is not None and not interleaved
     used = activation or SWIGLU
@@ -303,13 +297,13 @@ def _launch_of(
             depth = depth * dtype.itemsize // tiled.itemsize  # as many bytes
             name = kernels.gpu_name(device)
             schedule = schedules.schedule_of(tiled, expected_rows, groups, columns, depth, units, name)
-    taken = next_tile != 0 and schedule.most_rows == schedules.TAKEN_ROWS
-    args = arguments(given, apart, out.data_ptr(), out_scales, schedule, alignment, used, next_tile if taken else 0)
+    dynamic = schedules.is_dynamic(schedule, expected_rows * given.w.numel())
+    args = arguments(given, apart, out.data_ptr(), out_scales, schedule, alignment, used)
     blocks = units // schedule.cluster * schedule.cluster * schedule.blocks_per_sm
     epilogue = kernels.Epilogue(used.name, given.bias is not None, given.by_channel)
-    how = (schedule, out.dtype, epilogue, given.mxfp4, taken)
-    kernel = kernels.gemm_kernel(dtype, activation is not None, apart, *how)
-    return device, kernel, blocks, args
+    about = (schedule, out.dtype, epilogue, given.mxfp4, dynamic)
+    kernel = kernels.gemm_kernel(dtype, activation is not None, apart, *about)
+    return _Launch(device, kernel, blocks, args, dynamic)
 
 
 def arguments(
@@ -320,7 +314,6 @@ def arguments(
     schedule: Schedule,
     alignment: int = 1,
     activation: GatedActivation = SWIGLU,
-    next_tile: int = 0,
 ) -> ctypes.Structure:
     """Return the arguments of a launch; `out`: an address.  Rows of x may have any stride; a bias is float32.
 
@@ -336,7 +329,7 @@ def arguments(
     at = (x.data_ptr(), w.data_ptr(), given.counts.data_ptr(), out)
     strides = None if x.is_contiguous() else x.stride()
     bias = 0 if given.bias is None else given.bias.data_ptr()
-    about = (bias, activation, given.by_channel, given.mxfp4, next_tile)
+    about = (bias, activation, given.by_channel, given.mxfp4)
     return arguments_at(at, x.shape, strides, x.dtype, w.shape, scales, apart, schedule, alignment, *about)
 
 
@@ -355,7 +348,6 @@ def arguments_at(
     activation: GatedActivation = SWIGLU,
     by_channel: bool = False,
     mxfp4: bool = False,
-    next_tile: int = 0,
 ) -> ctypes.Structure:
     """Return the arguments of a launch by addresses; see arguments().
 
@@ -371,7 +363,6 @@ def arguments_at(
         apart, schedule, alignment, activation: see arguments().
         bias: address of the bias; 0: none.
         by_channel, mxfp4: see Operands.
-        next_tile: address of the counter that tiles are taken from; 0: none.
     """
     x, w, counts, out = at
     (groups, columns, _), depth, rows = w_shape, x_shape[-1], math.prod(x_shape[:-1])
@@ -388,7 +379,6 @@ def arguments_at(
         bias=bias,
         limit=activation.limit,
         alpha=activation.alpha,
-        next_tile=next_tile,
         grouping=grouping(tiled, schedule, groups, columns, rows, alignment, x_shape[1] if len(x_shape) == 3 else 0),
     )
     step = kernels.SLOT_ROW_BYTES // dtype.itemsize

@@ -14,12 +14,11 @@ bench/results, and tests/fused/test_schedules.py checks how well. The fit is mea
 - With more rows a cluster of two loads fewer bytes a product. Single blocks are better where sums are short (blocks
   store often, and a cluster cannot load ahead of its slower half), where all columns run at once, where one cluster in
   16 or fewer is half idle, and with many rows, where loads are not the bottleneck.
-- FP8: from 254 rows on, where tiles of 128 rows waste little, 128x4c1r was 9 to 46 % faster than 128x4c1; with 125 to
+- FP8: from 254 rows on, where units of 64 rows waste little, 128x4c1r was 9 to 46 % faster than 128x4c1; with 125 to
   128 rows it was not. Clusters of two with tiles of 128 rows were faster in few cases, by little
   (docs/maintainers/decisions.md), and do not exist.
-- Fused layers: if possible a group is one tile. Blocks take tiles from a counter, so two tiles with the same weights
-  start at different times and load the weights from memory twice. Tiles of 256 rows were 5 to 18 % faster than tiles
-  of 128 for groups of 128 and 256 rows.
+- Fused layers: if possible a group is one tile. Tiles of 256 rows were 5 to 18 % faster than tiles of 128 for groups
+  of 128 and 256 rows.
 """
 
 from __future__ import annotations
@@ -83,13 +82,13 @@ SCHEDULES = {
     "256x4c2u16": Schedule(row_unit=16, most_rows=256, stages=4, cluster=2),
 }
 
-# e4m3 keeps two accumulators, so tiles have at most 128 rows, and blocks 256 columns.  r: x is operand A, and all
-# tiles have 128 rows.
+# e4m3 keeps two accumulators, so tiles have at most 128 rows, and blocks 256 columns.  r: x is operand A, in units of
+# 64 rows.
 FP8_SCHEDULES = {
     "64x5c1": Schedule(row_unit=16, most_rows=64, stages=5, cluster=1),
     "64x5c2": Schedule(row_unit=16, most_rows=64, stages=5, cluster=2),
     "128x4c1": Schedule(row_unit=16, most_rows=128, stages=4, cluster=1),
-    "128x4c1r": Schedule(row_unit=128, most_rows=128, stages=4, cluster=1, swapped=False),
+    "128x4c1r": Schedule(row_unit=64, most_rows=128, stages=4, cluster=1, swapped=False),
 }
 # MXFP4 weights beside bfloat16 rows: slots have 128 columns, so stages are fewer.  p2: two blocks a multiprocessor.
 MXFP4_SCHEDULES = {
@@ -104,10 +103,14 @@ MXFP4_SCHEDULES = {
 PACKED_SCHEDULE = Schedule(row_unit=16, most_rows=64, stages=8, cluster=1)
 PACKED_SCHEDULES = {"64x8c1": PACKED_SCHEDULE}
 FP8_BAND = 2 * BAND  # row tiles are half as high
-# Tiles of one accumulator take as long as they have rows.  Products of many such tiles take them from a counter
-# (csrc/gemm/taken.cuh), which a launch before the product sets to 0.
-TAKEN_ROWS = 256  # of the highest tile
-LEAST_TAKEN = 10**11  # multiplications: 0.3 ms of an H200, beside which that launch is nothing
+# Products of at least so many multiplications have a dynamic order of tiles (csrc/gemm/tile_counter.cuh).  An H200
+# needs 0.6 ms for them in bfloat16 and 0.3 ms in FP8; the launch that sets the counter to 0 takes 2 us.
+LEAST_DYNAMIC = 2 * 10**11
+
+
+def is_dynamic(schedule: Schedule, multiplications: int) -> bool:
+    """Return whether a grouped GEMM of so many multiplications takes its tiles from a counter."""
+    return multiplications >= LEAST_DYNAMIC and schedule.cluster <= 2
 
 
 def _check_shape(expected_rows: int, groups: int, columns: int, depth: int, multiprocessors: int) -> None:

@@ -64,15 +64,15 @@ BODIES: dict[str, dict[str, str]] = {
         "emulator::emulator_yield(); return v;",
         "store_release_shared": "word = v;",
     },
-    "gemm/taken.cuh": {
+    "gemm/tile_counter.cuh": {
         "next_of": "return static_cast<i32>((*counter)++);",
         "send_word": "const emulator::Block& block = *emulator::of_cluster(2, rank); "
         "memcpy(block.shared + emulator::offset_of(to), &value, 4); "
         "emulator::bring(*reinterpret_cast<u64*>(block.shared + emulator::offset_of(barrier)), 0, 4);",
     },
     "gemm/scaled_rows.cuh": {"load_shared_float": "float v; memcpy(&v, emulator::shared_at(address), 4); return v;"},
-    "gemm/epilogue_rows.cuh": {"store_matrices": "emulator::store_matrices(address, {m0, m1, m2, m3});"},
-    "gemm/finish.cuh": {
+    "gemm/epilogue_rows.cuh": {
+        "store_matrices": "emulator::store_matrices(address, {m0, m1, m2, m3});",
         "store_shared_words": "const u32 words[2] = {first, second}; memcpy(emulator::shared_at(address), words, 8);",
     },
     "overlap/split_depth.cuh": {

@@ -1,4 +1,4 @@
-"""Cases of grouped GEMMs see each seeded bug of tall FP8 tiles, of tiles from a counter, and of MXFP4 weights."""
+"""Cases of grouped GEMMs see each seeded bug of tall FP8 tiles, of a dynamic order of tiles, and of MXFP4 weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .units import Units, edited
 
 pytestmark = pytest.mark.long
 
-FILE, PACKED, EVERY, TAKEN = "gemm/mxfp4.cuh", "gemm/packed_scaled.cuh", "every value", "256x4c2u16"
+FILE, PACKED, EVERY, PAIRS = "gemm/mxfp4.cuh", "gemm/packed_scaled.cuh", "every value", "256x4c2u16"
 MUTANTS = [  # `caught_by`: a case of test_mxfp4_gemm.py, or EVERY
     Mutant(name, FILE, old, new, caught_by)
     for name, old, new, caught_by in (
@@ -61,25 +61,26 @@ MUTANTS = [  # `caught_by`: a case of test_mxfp4_gemm.py, or EVERY
         ("a slot is free too early", "before = place.slot;", "before = (place.slot + 1) % c.stages;", "plain"),
     )
 ] + [  # `caught_by`: a schedule of test_grouped_gemm.py
-    Mutant(f"taken: {name}", f"gemm/{file}.cuh", old, new, TAKEN)
+    Mutant(f"dynamic: {name}", f"gemm/{file}.cuh", old, new, PAIRS)
     for name, file, old, new in (
-        ("the second block adds one", "taken", "return s.words[place.slot];", "return s.words[place.slot] + 1;"),
-        ("the second block hears nothing", "taken", "send_word(&s.words", "if (false) send_word(&s.words"),
-        ("each block for itself", "taken", "(c.cluster == 1) {\n        return next", "(true) {\n        return next"),
-        ("a role too many", "taken", "barrier_init(&empty[i], 1 + (c.has", "barrier_init(&empty[i], 2 + (c.has"),
-        ("the end is not told", "gemm", "arrive(&s.taken.full[", "if (walk.find(index, tile)) arrive(&s.taken.full["),
-        ("a slot that is not free", "gemm", "copy_wait(&s.taken.empty[place.slot], place.phase ^ 1);", ""),
-        ("one slot for all", "gemm", "taken.indices[place.slot], tile", "taken.indices[0], tile"),
-        ("all lanes are done", "gemm", "if (!warp || lane_id() == 0) arrive(&taken", "arrive(&taken"),
+        ("the second block adds one", "tile_counter", "return s.words[place.slot];", "return s.words[place.slot] + 1;"),
+        ("the second block gets nothing", "tile_counter", "send_word(&s.words", "if (false) send_word(&s.words"),
+        ("each block for itself", "tile_counter", "if constexpr (c.cluster == 1) {", "if constexpr (true) {"),
+        ("a role too many", "tile_counter", "barrier_init(&empty[i], 1 + (c.has", "barrier_init(&empty[i], 2 + (c.has"),
+        ("no end", "gemm", "arrive(&s.queue.full[", "if (walk.find(index, tile)) arrive(&s.queue.full["),
+        ("a slot that is not free", "gemm", "copy_wait(&s.queue.empty[place.slot], place.phase ^ 1);", ""),
+        ("one slot for all", "gemm", "queue.indices[place.slot], tile", "queue.indices[0], tile"),
+        ("all lanes are done", "gemm", "if (!warp || lane_id() == 0) arrive(&queue", "arrive(&queue"),
     )
 ] + [  # `caught_by`: a case of test_grouped_gemm.py
     Mutant(f"tall: {name}", "gemm/scaled_rows.cuh", old, new, "rows first, apart, cast")
     for name, old, new in (
-        ("rows of the first warpgroup", "math_group * (kGroupRows * kSlotRowBytes / 16)", "0"),
-        ("scales of the first warpgroup", "math_group * kGroupRows + warp_id() % 4 * 16", "warp_id() % 4 * 16"),
+        ("rows of the first warpgroup", "first_row * (kSlotRowBytes / 16)", "0"),
+        ("scales of the first warpgroup", "first_row + warp_id() % 4 * 16", "warp_id() % 4 * 16"),
+        ("columns of the first warpgroup", "+ first_part * (kRowsPart * kSlotRowBytes / 16)", ""),
         ("one scale of two rows", "slot.of_x(row + 8)", "slot.of_x(row)"),
-        ("columns of one part", "part * (kRowsPart * kSlotRowBytes / 16)", "0"),
-        ("scales of one part", "of_w.load(scales.slot(slot), part)", "of_w.load(scales.slot(slot), 0)"),
+        ("columns of one part", "w_slot + part * (kRowsPart * kSlotRowBytes / 16)", "w_slot"),
+        ("scales of one part", "scales.slot(slot), first_part + part", "scales.slot(slot), first_part"),
         ("products are added to one part", "add_rows<c>(accum[part]", "add_rows<c>(accum[0]"),
         ("sums of the tile before", "accum[part][i] = 0.0f;", ""),
     )
@@ -91,8 +92,8 @@ def test_a_mutant_is_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> 
     unit = Units(edited(plain_gemm.write, mutant.file, mutant.old, mutant.new), "tensor_cores.h")
     monkeypatch.setattr(gemm_machine, "units", lambda: unit)
     monkeypatch.setattr(gemm_machine, "compiled", lru_cache(gemm_machine.compiled.__wrapped__))
-    if mutant.name.startswith("taken"):
-        test = partial(plain_cases.test_tiles_that_are_taken_from_a_counter_are_all_there, TAKEN, False, monkeypatch)
+    if mutant.name.startswith("dynamic"):
+        test = partial(plain_cases.test_a_dynamic_order_has_all_tiles, PAIRS, monkeypatch)
     elif mutant.name.startswith("tall"):
         test = partial(plain_cases.test_the_kernel_computes_what_the_reference_does, mutant.caught_by, monkeypatch)
     elif mutant.caught_by == EVERY:

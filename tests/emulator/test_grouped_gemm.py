@@ -136,25 +136,27 @@ def test_the_kernel_multiplies_by_scales_of_rows_and_channels(name: str, monkeyp
     assert float((out[:used] == want[:used]).float().mean()) > 0.9
 
 
-@pytest.mark.parametrize("name", few(("256x4c1", "256x4c2u16"), "256x4c2u16"))
-@pytest.mark.parametrize("by_channel", [False, True], ids=["bf16", "channels"])
-def test_tiles_that_are_taken_from_a_counter_are_all_there(
-    name: str, by_channel: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The bits of tiles in turn; each cluster asks once too often, and ends."""
+@pytest.mark.parametrize(
+    "name", few(("128x6c1", "256x4c1", "256x4c2u16", "64x5c2", "128x4c1r"), "256x4c2u16", "64x5c2")
+)
+def test_a_dynamic_order_has_all_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bits of a fixed order; each cluster asks once too often, and ends."""
     monkeypatch.setattr(tensor_maps, "encode", encode)
-    schedule, counts, columns, depth = SCHEDULES[name], (300, 0, 40, 7), 328, 144
+    schedule, counts, columns, depth = {**SCHEDULES, **FP8_SCHEDULES}[name], (300, 0, 40, 7), 328, 144
+    fp8 = name in FP8_SCHEDULES
     g = torch.Generator().manual_seed(columns)
     x, w = torch.randn(360, depth, generator=g), torch.randn(4, columns, depth, generator=g) / depth**0.5
-    pair = (quantize_rows(x, FP8), quantize_channels(w, FP8)) if by_channel else (x.bfloat16(), w.bfloat16())
+    pair = (Fp8(*quantize(x)), quantize_weights(w)) if fp8 else (x.bfloat16(), w.bfloat16())
     tokens = torch.tensor(counts, dtype=torch.int32)
     given = check_operands(*pair, format_of(pair[1]), tokens, 1, activation=None, interleaved=True)
     counter, outs, clusters = torch.zeros(1, dtype=torch.int32), [], 3
-    for address in (0, counter.data_ptr()):
+    for dynamic in (False, True):
         outs.append(torch.full((len(x), columns), float("nan"), dtype=torch.bfloat16))
-        args = gemm.arguments(given, False, outs[-1].data_ptr(), None, schedule, next_tile=address)
-        how = (schedule, torch.bfloat16, Epilogue(channel_scales=by_channel))
-        kernel = gemm_kernel(given.x.dtype, False, False, *how, taken=address != 0)
+        args = gemm.arguments(given, False, outs[-1].data_ptr(), None, schedule)
+        if dynamic:
+            args = type(args).from_buffer_copy(args)
+            args.next_tile = counter.data_ptr()
+        kernel = gemm_kernel(given.x.dtype, False, False, schedule, torch.bfloat16, dynamic=dynamic)
         run(kernel, args, blocks=clusters * schedule.cluster, seed=7)
     rows = sum(counts)
     assert torch.equal(outs[0][:rows], outs[1][:rows]) and bool(outs[1][rows:].isnan().all())

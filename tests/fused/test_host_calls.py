@@ -14,7 +14,7 @@ import torch
 
 from moecomm import Buffer, _native
 from moecomm.backends.host import HostSession
-from moecomm.fused import gemm, kernels, layer, pipeline
+from moecomm.fused import gemm, kernels, layer, pipeline, schedules
 from moecomm.fused.operands import Operands
 from moecomm.gpu import plain_kernel, tuning
 from moecomm.gpu.structs import struct
@@ -100,6 +100,46 @@ def test_a_fused_layer_takes_no_more_calls_than_an_unfused_one(layers: tuple[Gpu
     call = layers[1]
     fused, unfused = (counted(lambda form=form: call(form)) for form in (True, False))  # type: ignore[misc]
     assert fused <= unfused
+
+
+def products(monkeypatch: pytest.MonkeyPatch, gpu: Gpu) -> Callable[[int], Any]:
+    """Return what multiplies rows that are a number, and returns the arguments of the launch."""
+    w, counts, seen = torch.zeros(EXPERTS, INNER, HIDDEN).bfloat16(), torch.zeros(EXPERTS, dtype=torch.int32), []
+    rows, out = torch.zeros(4, TOKENS, HIDDEN).bfloat16(), torch.zeros(TOKENS, INNER).bfloat16()
+
+    def arguments(at: tuple[int, ...], *about: Any, **more: Any) -> Any:
+        return struct("GemmArgs")(out=at[0])
+
+    monkeypatch.setattr(gemm, "arguments_at", arguments)
+    monkeypatch.setattr(_native, "cuda_launch_packed", lambda *launch: seen.append(launch[5]))
+    tuning.forget()
+
+    def call(of: int) -> Any:
+        gemm.multiply(Operands(rows[of], w, counts), None, False, out, None, TOKENS)
+        return seen[-1]
+
+    return call
+
+
+def test_each_large_product_has_a_counter_of_its_own(
+    layers: tuple[Gpu, Callable[[bool], Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, zeros, made = products(monkeypatch, layers[0]), torch.zeros, []
+    assert call(0).next_tile == 0 and call(0) is call(0), "the struct of a small product is shared"
+    monkeypatch.setattr(schedules, "LEAST_DYNAMIC", TOKENS * EXPERTS * INNER * HIDDEN)
+    tuning.forget()
+    monkeypatch.setattr(torch, "zeros", lambda *size, **how: made.append(zeros(*size, **how)) or made[-1])
+    launched = [call(0), call(0), call(1)]
+    assert [one.next_tile for one in launched] == [counter.data_ptr() for counter in made]
+    assert len({id(one) for one in launched}) == 3 and not any(int(counter) for counter in made)
+
+
+def test_a_launch_whose_tensors_cannot_be_told_apart_is_made_anew(
+    layers: tuple[Gpu, Callable[[bool], Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = products(monkeypatch, layers[0])
+    monkeypatch.setattr(_native, "tensor_words", lambda tensors: None)
+    assert call(0).out != call(1).out
 
 
 def counted(call: Callable[[], object]) -> int:

@@ -14,7 +14,7 @@ import torch
 from moecomm.fused import FP8_SCHEDULES, MXFP4_SCHEDULES, SCHEDULES, Schedule, choose, choose_fp8, kernels
 from moecomm.fused.compute import layer_kernel
 from moecomm.fused.kernels import Epilogue, gemm_kernel
-from moecomm.fused.schedules import TAKEN_ROWS, mxfp4_schedule, schedule_of, schedule_of_both
+from moecomm.fused.schedules import mxfp4_schedule, schedule_of, schedule_of_both
 from moecomm.gpu import tuning
 from moecomm.gpu.structs import struct
 from moecomm.gpu.tuning import Table
@@ -134,10 +134,13 @@ KERNELS |= {
         ("256x4c1", torch.int8, "geglu", False, True),
     )
 }
-# Whose tiles come from a counter.
+# Whose order of tiles is dynamic.
 KERNELS |= {
-    f"taken, {name}": gemm_kernel(*kind, SCHEDULES[name], taken=True)
-    for name, kind in (("256x4c1", KINDS[0]), ("256x4c2u16", KINDS[2]))
+    f"dynamic, {name}": gemm_kernel(*kind, SCHEDULES[name], dynamic=True)
+    for name, kind in (("128x6c1", KINDS[1]), ("256x4c1", KINDS[0]), ("256x4c2u16", KINDS[2]))
+} | {
+    f"dynamic, FP8 {name}": gemm_kernel(kernels.FP8, True, True, FP8_SCHEDULES[name], out=kernels.FP8, dynamic=True)
+    for name in ("128x4c1", "64x5c2", "128x4c1r")
 }
 # Beside MXFP4 weights, with the epilogues of gpt-oss, and a part of them with none.
 PACKED = {
@@ -171,7 +174,7 @@ def test_products_run_while_weights_are_widened(name: str) -> None:
 
 
 @pytest.mark.compiled(KERNELS)
-@pytest.mark.parametrize("name", few(KERNELS, "taken, 256x4c2u16", *list(TALL)[:1]))
+@pytest.mark.parametrize("name", few(KERNELS, "dynamic, 256x4c2u16", "dynamic, FP8 128x4c1r"))
 def test_products_of_a_step_are_issued_one_behind_the_other(name: str) -> None:
     """A vector register that becomes a descriptor (R2UR) between two products lets the other warpgroup's products in.
 
@@ -270,8 +273,7 @@ def test_a_table_decides_for_its_gpu_alone() -> None:
 def test_a_block_fits_a_multiprocessor(dtype: torch.dtype, schedule: Schedule) -> None:
     one = layer_kernel(dtype, True, schedule, 4096, torch.bfloat16)  # with most beside it
     assert gemm_kernel(dtype, True, False, schedule).shared_bytes < one.shared_bytes <= 227 * 1024
-    if schedule.most_rows == TAKEN_ROWS:
-        assert gemm_kernel(dtype, True, False, schedule, taken=True).shared_bytes <= 227 * 1024
+    assert gemm_kernel(dtype, True, False, schedule, dynamic=True).shared_bytes <= 227 * 1024
     boxes = [
         schedule.row_unit // schedule.cluster << i
         for i in range(len(struct("GemmArgs")().x))

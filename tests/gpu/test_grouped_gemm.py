@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from moecomm.fused import SCHEDULES, deinterleave, grouped_gemm, schedules
+from moecomm.fused import SCHEDULES, deinterleave, grouped_gemm
 from moecomm.fused.kernels import gemm_kernel
 
 from .layers import compile_all
 from .products import check, same_bits
+from .products import order as order
 
 pytestmark = pytest.mark.gpu1
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -75,20 +76,11 @@ FIXED = {
     "counts beyond the rows": Case((40, 1 << 20, 7), 64, 128, batched=50),
     "negative counts": Case((40, -5, 7), 64, 128, slack=3),
 }
-# Schedules with tiles in turn, and those of high tiles also with tiles from a counter.
-WAYS = [(name, False) for name in SCHEDULES] + [
-    (name, True) for name, schedule in SCHEDULES.items() if schedule.most_rows == schedules.TAKEN_ROWS
-]
 CASES = [
-    (name, taken, step)
-    for name, taken in WAYS
-    for step in (*scaled(SCHEDULES[name].most_rows, SCHEDULES[name].cluster), *FIXED)
+    (name, step)
+    for name, schedule in SCHEDULES.items()
+    for step in (*scaled(schedule.most_rows, schedule.cluster), *FIXED)
 ]
-
-
-def take(monkeypatch: pytest.MonkeyPatch, taken: bool) -> None:
-    """Let products of any size take tiles from a counter, or none."""
-    monkeypatch.setattr(schedules, "LEAST_TAKEN", 0 if taken else 1 << 62)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -96,9 +88,10 @@ def compiled() -> None:
     """All kernels into the cache, on all cores."""
     activations = ((False, False), (True, False), (True, True))
     kinds = itertools.product((BF16, FP16), activations, SCHEDULES.values())
-    all_of_them = [gemm_kernel(dtype, *activation, schedule) for dtype, activation, schedule in kinds]
-    kinds = itertools.product((BF16, FP16), activations, (name for name, taken in WAYS if taken))
-    all_of_them += [gemm_kernel(dtype, *how, SCHEDULES[name], taken=True) for dtype, how, name in kinds]
+    all_of_them = [
+        gemm_kernel(dtype, *activation, schedule, dynamic=dynamic)
+        for (dtype, activation, schedule), dynamic in itertools.product(kinds, (False, True))
+    ]
     compile_all(all_of_them)
 
 
@@ -119,9 +112,8 @@ def inputs(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return x * case.scale, w, torch.tensor(case.counts, dtype=torch.int32, device="cuda")
 
 
-@pytest.mark.parametrize(("name", "taken", "step"), CASES)
-def test_values_with_every_schedule(name: str, taken: bool, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    take(monkeypatch, taken)
+@pytest.mark.parametrize(("name", "step"), CASES)
+def test_values_with_every_schedule(name: str, step: str) -> None:
     schedule = SCHEDULES[name]
     case = (scaled(schedule.most_rows, schedule.cluster) | FIXED)[step]
     x, w, counts = inputs(case)
@@ -136,12 +128,9 @@ def test_values_with_every_schedule(name: str, taken: bool, step: str, monkeypat
 
 
 @pytest.mark.parametrize("activation", [None, "swiglu"])
-def test_every_schedule_gives_the_same_bits(activation: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_schedule_gives_the_same_bits(activation: str | None) -> None:
     x, w, counts = inputs(Case((100, 300, 0, 555), 1000, 1008, whole=False))
-    outs = []
-    for name, taken in WAYS:
-        take(monkeypatch, taken)
-        outs.append(grouped_gemm(x, w, counts, activation=activation, schedule=SCHEDULES[name]))
+    outs = [grouped_gemm(x, w, counts, activation=activation, schedule=schedule) for schedule in SCHEDULES.values()]
     outs.append(grouped_gemm(x, w, counts, activation=activation))
     assert all(same_bits(outs[0], out) for out in outs[1:])
 
@@ -158,9 +147,8 @@ def test_gate_and_up_rows_apart_give_the_same_bits(name: str, dtype: torch.dtype
     assert same_bits(*outs) and not bool(outs[0].isnan().any())
 
 
-@pytest.mark.parametrize(("name", "taken"), WAYS)
-def test_a_graph_replays_with_the_counts_that_it_finds(name: str, taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    take(monkeypatch, taken)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_graph_replays_with_the_counts_that_it_finds(name: str) -> None:
     case = FIXED["random"]
     x, w, counts = inputs(case)
     out = grouped_gemm(x, w, counts, schedule=SCHEDULES[name])

@@ -15,6 +15,7 @@ from moecomm.fused.kernels import FP8, gemm_kernel
 
 from .layers import compile_all
 from .products import check, same_bits
+from .products import order as order
 
 pytestmark = pytest.mark.gpu1
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -91,8 +92,10 @@ CASTS = ["swiglu", "heights, swiglu", "ragged, swiglu", "batched, swiglu", "apar
 def compiled() -> None:
     """All kernels into the cache, on all cores."""
     kinds = [(False, False, BF16), (False, False, FP16), *itertools.product([True], [False, True], [BF16, FP8])]
-    kernels = [gemm_kernel(FP8, *kind[:2], s, out=kind[2]) for kind in kinds for s in FP8_SCHEDULES.values()]
-    compile_all(kernels)
+    compile_all(
+        gemm_kernel(FP8, *kind[:2], schedule, out=kind[2], dynamic=dynamic)
+        for kind, schedule, dynamic in itertools.product(kinds, FP8_SCHEDULES.values(), (False, True))
+    )
 
 
 def inputs(case: Case) -> tuple[Fp8, Fp8, torch.Tensor]:

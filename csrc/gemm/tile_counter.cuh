@@ -1,9 +1,8 @@
-// Tiles that clusters take from a counter of the whole grid.
+// Tiles whose order is dynamic: clusters take the next one from a counter of the whole grid.
 //
 // Tiles then begin in their order, so neighbors, which read the same weights, begin together.  Where each cluster takes every n-th tile
-// instead, clusters whose tiles are lower get ahead, more with each tile, and weights are read from memory again and again.
+// instead, one with shorter tiles runs ahead.  The lead grows, and weights are read from memory again (docs/maintainers/decisions.md).
 #pragma once
-#include "../device/lanes.cuh"
 #include "config.cuh"
 
 namespace moecomm {
@@ -22,8 +21,8 @@ struct QueuePlace {
     }
 };
 
-// Positions that the second block of a cluster has from the first, which takes one for both; `arrived` completes when it has come.  The
-// word is then free: the first block reuses a slot only after its tile was multiplied, and both blocks had loaded that tile.
+// Positions that the first block of a pair sends to the second; `arrived` completes when a word has been written.  The first block writes a
+// word again only after its own roles are done with that tile.  They need the second block's half of x, so the second block has read it.
 struct Positions {
     u64 arrived[kQueued];
     i32 words[kQueued];
@@ -71,15 +70,15 @@ MOECOMM_FN i32 take_position(Positions& s, u32* counter, const QueuePlace& place
     }
 }
 
-// Indices of tiles on their way from the thread that takes them to the roles of a block: the loader, with scales in slots a warp that loads
-// them, and the warps that multiply.  `full` completes when an index has been queued, `empty` when all roles are done with its tile.
-// Empty where tiles are not taken.
-template <GemmConfig c, bool = c.taken>
-struct TakenTiles {
+// The queue of tile indices from the tile scheduler of a block to its other roles: the loader, the warp that loads scales into slots, if
+// there is one, and the warps that multiply.  `full` completes when an index has been queued, `empty` when all roles are done with its
+// tile. Empty where the order is not dynamic.
+template <GemmConfig c, bool = c.dynamic>
+struct IndexQueue {
     MOECOMM_FN void init() {}
 };
 template <GemmConfig c>
-struct TakenTiles<c, true> {
+struct IndexQueue<c, true> {
     Positions positions;
     u64 full[kQueued], empty[kQueued];
     i32 indices[kQueued];
