@@ -66,8 +66,8 @@ void bind_constants(py::module_& m) {
                                               {"least_counted", kLeastCounted},  {"publish_threads", kPublishThreads}};
         },
         "Constants of csrc/gemm and csrc/fused by name.");
-    m.def("gemm_shared_bytes", &gemm_shared_bytes, py::arg("scaled"), py::arg("most_rows"), py::arg("stages"), py::arg("mxfp4") = false, py::arg("dynamic") = false,
-          "Dynamic shared memory of a block of the grouped GEMM.");
+    m.def("gemm_shared_bytes", &gemm_shared_bytes, py::arg("scaled"), py::arg("most_rows"), py::arg("stages"), py::arg("mxfp4") = false,
+          py::arg("dynamic") = false, "Dynamic shared memory of a block of the grouped GEMM.");
     m.def("expert_layer_shared_bytes", &expert_layer_shared_bytes, py::arg("scaled"), py::arg("most_rows"), py::arg("stages"),
           "Dynamic shared memory of a block of the fused layer.");
     m.def("reduce_slot_bytes", &reduce_slot_bytes, py::arg("topk"), py::arg("piece_bytes"),
