@@ -34,27 +34,26 @@ def found() -> list[str]:
 
 
 def front() -> list[str]:
-    """Return paragraphs of the main README; none without a result."""
-    paragraphs: list[str] = []
-    for used in found()[:1]:  # one table is enough for a front page
-        result = load(used)
-        lines = []
-        for tokens, ours, theirs in _sizes(result):
-            times = [ours["fp8, default"], theirs["deep_gemm"], ours["default"], theirs.get("torch")]
-            cells = (str(tokens), *(time_of(_us(row)) if row else "" for row in times))
-            lines.append(line(result, layer_parts(tokens), *cells, at=(1, 3)))
-        case = result["case"]
-        model = case["models"][0]
-        head = (
-            f"A whole expert layer (`Buffer.moe`) on {where(result).removesuffix('s' * (case['ranks'] == 1))}, "
-            f"{result['date']}: DeepSeek-V3's sizes with {model['num_experts'] // case['ranks']} experts a GPU, in a "
-            "CUDA graph, alternating in one run, time of the slowest GPU. FP8: weights with scales of 128x128, the "
-            "cast of the rows included; DeepGEMM's is its fused layer for Hopper."
-        )
-        heads = "tokens a GPU | moecomm, FP8 | DeepGEMM, FP8 | moecomm, bf16 | torch, bf16"
-        paragraphs += [head, shown := table(heads, lines)]
-        paragraphs.append(f"Source: {source(used, 'bench/results')}.{f' {AGED}' if OLDER in shown else ''}")
-    return paragraphs
+    """Return paragraphs of the main README, of the result of the most GPUs; none without a result."""
+    if not found():
+        return []
+    used = found()[0]
+    result, lines = load(used), []
+    for tokens, ours, theirs in _sizes(result):
+        times = [ours["fp8, default"], theirs["deep_gemm"], ours["default"], theirs.get("torch")]
+        cells = (str(tokens), *(time_of(_us(row)) if row else "" for row in times))
+        lines.append(line(result, layer_parts(tokens), *cells, at=(1, 3)))
+    case = result["case"]
+    model = case["models"][0]
+    head = (
+        f"A whole expert layer (`Buffer.moe`) on {where(result).removesuffix('s' * (case['ranks'] == 1))}, "
+        f"{result['date']}: DeepSeek-V3's sizes with {model['num_experts'] // case['ranks']} experts a GPU, in a "
+        "CUDA graph, alternating in one run, time of the slowest GPU. FP8: weights with scales of 128x128, the "
+        "cast of the rows included; DeepGEMM's is its fused layer for Hopper."
+    )
+    heads = "tokens a GPU | moecomm, FP8 | DeepGEMM, FP8 | moecomm, bf16 | torch, bf16"
+    shown = table(heads, lines)
+    return [head, shown, f"Source: {source(used, 'bench/results')}.{f' {AGED}' if OLDER in shown else ''}"]
 
 
 def every_form(some: Sequence[str]) -> str:

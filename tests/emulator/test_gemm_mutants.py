@@ -93,7 +93,7 @@ def test_a_mutant_is_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(gemm_machine, "units", lambda: unit)
     monkeypatch.setattr(gemm_machine, "compiled", lru_cache(gemm_machine.compiled.__wrapped__))
     if mutant.name.startswith("dynamic"):
-        test = partial(plain_cases.test_a_dynamic_order_has_all_tiles, PAIRS, monkeypatch)
+        test = partial(plain_cases.test_a_dynamic_order_has_all_tiles, PAIRS, False, monkeypatch)
     elif mutant.name.startswith("tall"):
         test = partial(plain_cases.test_the_kernel_computes_what_the_reference_does, mutant.caught_by, monkeypatch)
     elif mutant.caught_by == EVERY:

@@ -136,17 +136,27 @@ def test_the_kernel_multiplies_by_scales_of_rows_and_channels(name: str, monkeyp
     assert float((out[:used] == want[:used]).float().mean()) > 0.9
 
 
+ORDERED = [  # schedules, and whether scales are those of channels
+    *(("128x6c1", False), ("256x4c1", False), ("256x4c2u16", False), ("64x5c2", False), ("128x4c1r", False)),
+    *(("256x4c1", True), ("256x4c2u16", True)),
+]
+
+
 @pytest.mark.parametrize(
-    "name", few(("128x6c1", "256x4c1", "256x4c2u16", "64x5c2", "128x4c1r"), "256x4c2u16", "64x5c2")
+    ("name", "by_channel"), few(ORDERED, ("256x4c2u16", False), ("64x5c2", False), ("256x4c2u16", True))
 )
-def test_a_dynamic_order_has_all_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dynamic_order_has_all_tiles(name: str, by_channel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bits of a fixed order; each cluster asks once too often, and ends."""
     monkeypatch.setattr(tensor_maps, "encode", encode)
     schedule, counts, columns, depth = {**SCHEDULES, **FP8_SCHEDULES}[name], (300, 0, 40, 7), 328, 144
-    fp8 = name in FP8_SCHEDULES
     g = torch.Generator().manual_seed(columns)
     x, w = torch.randn(360, depth, generator=g), torch.randn(4, columns, depth, generator=g) / depth**0.5
-    pair = (Fp8(*quantize(x)), quantize_weights(w)) if fp8 else (x.bfloat16(), w.bfloat16())
+    if by_channel:
+        pair: tuple[Any, Any] = quantize_rows(x, FP8), quantize_channels(w, FP8)
+    elif name in FP8_SCHEDULES:
+        pair = Fp8(*quantize(x)), quantize_weights(w)
+    else:
+        pair = x.bfloat16(), w.bfloat16()
     tokens = torch.tensor(counts, dtype=torch.int32)
     given = check_operands(*pair, format_of(pair[1]), tokens, 1, activation=None, interleaved=True)
     counter, outs, clusters = torch.zeros(1, dtype=torch.int32), [], 3
@@ -156,7 +166,8 @@ def test_a_dynamic_order_has_all_tiles(name: str, monkeypatch: pytest.MonkeyPatc
         if dynamic:
             args = type(args).from_buffer_copy(args)
             args.next_tile = counter.data_ptr()
-        kernel = gemm_kernel(given.x.dtype, False, False, schedule, torch.bfloat16, dynamic=dynamic)
+        epilogue = Epilogue(channel_scales=by_channel)
+        kernel = gemm_kernel(given.x.dtype, False, False, schedule, torch.bfloat16, epilogue, dynamic=dynamic)
         run(kernel, args, blocks=clusters * schedule.cluster, seed=7)
     rows = sum(counts)
     assert torch.equal(outs[0][:rows], outs[1][:rows]) and bool(outs[1][rows:].isnan().all())

@@ -102,10 +102,10 @@ def test_a_fused_layer_takes_no_more_calls_than_an_unfused_one(layers: tuple[Gpu
     assert fused <= unfused
 
 
-def products(monkeypatch: pytest.MonkeyPatch, gpu: Gpu) -> Callable[[int], Any]:
+def products(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Any]:
     """Return what multiplies rows that are a number, and returns the arguments of the launch."""
     w, counts, seen = torch.zeros(EXPERTS, INNER, HIDDEN).bfloat16(), torch.zeros(EXPERTS, dtype=torch.int32), []
-    rows, out = torch.zeros(4, TOKENS, HIDDEN).bfloat16(), torch.zeros(TOKENS, INNER).bfloat16()
+    rows, out = torch.zeros(2, TOKENS, HIDDEN).bfloat16(), torch.zeros(TOKENS, INNER).bfloat16()
 
     def arguments(at: tuple[int, ...], *about: Any, **more: Any) -> Any:
         return struct("GemmArgs")(out=at[0])
@@ -121,10 +121,9 @@ def products(monkeypatch: pytest.MonkeyPatch, gpu: Gpu) -> Callable[[int], Any]:
     return call
 
 
-def test_each_large_product_has_a_counter_of_its_own(
-    layers: tuple[Gpu, Callable[[bool], Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    call, zeros, made = products(monkeypatch, layers[0]), torch.zeros, []
+@pytest.mark.usefixtures("layers")
+def test_each_large_product_has_a_counter_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    call, zeros, made = products(monkeypatch), torch.zeros, []
     assert call(0).next_tile == 0 and call(0) is call(0), "the struct of a small product is shared"
     monkeypatch.setattr(schedules, "LEAST_DYNAMIC", TOKENS * EXPERTS * INNER * HIDDEN)
     tuning.forget()
@@ -134,10 +133,9 @@ def test_each_large_product_has_a_counter_of_its_own(
     assert len({id(one) for one in launched}) == 3 and not any(int(counter) for counter in made)
 
 
-def test_a_launch_whose_tensors_cannot_be_told_apart_is_made_anew(
-    layers: tuple[Gpu, Callable[[bool], Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    call = products(monkeypatch, layers[0])
+@pytest.mark.usefixtures("layers")
+def test_a_launch_whose_tensors_cannot_be_told_apart_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = products(monkeypatch)
     monkeypatch.setattr(_native, "tensor_words", lambda tensors: None)
     assert call(0).out != call(1).out
 

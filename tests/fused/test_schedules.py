@@ -14,7 +14,7 @@ import torch
 from moecomm.fused import FP8_SCHEDULES, MXFP4_SCHEDULES, SCHEDULES, Schedule, choose, choose_fp8, kernels
 from moecomm.fused.compute import layer_kernel
 from moecomm.fused.kernels import Epilogue, gemm_kernel
-from moecomm.fused.schedules import mxfp4_schedule, schedule_of, schedule_of_both
+from moecomm.fused.schedules import LEAST_DYNAMIC, is_dynamic, mxfp4_schedule, schedule_of, schedule_of_both
 from moecomm.gpu import tuning
 from moecomm.gpu.structs import struct
 from moecomm.gpu.tuning import Table
@@ -174,7 +174,9 @@ def test_products_run_while_weights_are_widened(name: str) -> None:
 
 
 @pytest.mark.compiled(KERNELS)
-@pytest.mark.parametrize("name", few(KERNELS, "dynamic, 256x4c2u16", "dynamic, FP8 128x4c1r"))
+@pytest.mark.parametrize(
+    "name", few(KERNELS, "256x4c1", *list(TALL)[:1], "dynamic, 256x4c2u16", "dynamic, FP8 128x4c1r")
+)
 def test_products_of_a_step_are_issued_one_behind_the_other(name: str) -> None:
     """A vector register that becomes a descriptor (R2UR) between two products lets the other warpgroup's products in.
 
@@ -214,6 +216,13 @@ def test_any_shape_gets_a_schedule_that_there_is() -> None:
         for depth in (8, 2048, 7168)
     }
     assert chosen == set(SCHEDULES)  # and none is there for nothing
+
+
+def test_large_products_have_a_dynamic_order_of_tiles() -> None:
+    for schedule in (*SCHEDULES.values(), *FP8_SCHEDULES.values()):
+        assert is_dynamic(schedule, LEAST_DYNAMIC, False) and not is_dynamic(schedule, LEAST_DYNAMIC - 1, False)
+        assert not is_dynamic(schedule, LEAST_DYNAMIC, True)
+    assert not is_dynamic(Schedule(row_unit=16, most_rows=256, stages=4, cluster=4), LEAST_DYNAMIC, False)
 
 
 H100 = "NVIDIA H100 80GB HBM3"
