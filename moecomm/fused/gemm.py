@@ -297,13 +297,12 @@ def _launch_of(
             depth = depth * dtype.itemsize // tiled.itemsize  # as many bytes
             name = kernels.gpu_name(device)
             schedule = schedules.schedule_of(tiled, expected_rows, groups, columns, depth, units, name)
-    dynamic = schedules.is_dynamic(schedule, expected_rows * given.w.numel(), given.mxfp4)
     args = arguments(given, apart, out.data_ptr(), out_scales, schedule, alignment, used)
     blocks = units // schedule.cluster * schedule.cluster * schedule.blocks_per_sm
     epilogue = kernels.Epilogue(used.name, given.bias is not None, given.by_channel)
-    about = (schedule, out.dtype, epilogue, given.mxfp4, dynamic)
+    about = (schedule, out.dtype, epilogue, given.mxfp4)
     kernel = kernels.gemm_kernel(dtype, activation is not None, apart, *about)
-    return _Launch(device, kernel, blocks, args, dynamic)
+    return _Launch(device, kernel, blocks, args, schedule.dynamic)
 
 
 def arguments(

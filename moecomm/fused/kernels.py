@@ -73,25 +73,25 @@ def gemm_config(
     out: torch.dtype | None = None,
     epilogue: Epilogue = PLAIN,
     mxfp4: bool = False,
-    dynamic: bool = False,
 ) -> str:
     """Return a GemmConfig (csrc/gemm/config.cuh) as C++ source.
 
     Args:
         dtype: of x and w; beside MXFP4 weights that of x.
-        gated, apart, schedule, epilogue, dynamic: see the fields of GemmConfig.
+        gated, apart, schedule, epilogue: see the fields of GemmConfig.
         out: dtype of the product, default `dtype`.
         mxfp4: the weights are packed MXFP4.
     """
     fields: dict[str, str | bool | int] = {"type": f"Type::{NAMES[dtype]}", "out": f"Type::{NAMES[out or dtype]}"}
     fields |= {"gated": gated, "apart": apart, **dataclasses.asdict(schedule)}
+    del fields["dynamic"]  # the last field of GemmConfig
     if schedule.blocks_per_sm == 1:
         del fields["blocks_per_sm"]
     fields |= {**epilogue._asdict(), "activation": f"Activation::{epilogue.activation}"}
     fields |= {"mxfp4": True} if mxfp4 else {}
     if dtype is torch.int8:
         fields["integers"] = True
-    fields |= {"dynamic": True} if dynamic else {}
+    fields |= {"dynamic": True} if schedule.dynamic else {}
     written = (f".{name} = {str(v).lower() if isinstance(v, bool) else v}" for name, v in fields.items())
     return f"GemmConfig{{{', '.join(written)}}}"
 
@@ -105,12 +105,11 @@ def gemm_kernel(
     out: torch.dtype | None = None,
     epilogue: Epilogue = PLAIN,
     mxfp4: bool = False,
-    dynamic: bool = False,
 ) -> SharedKernel:
     """Return the grouped GEMM kernel; arguments as in gemm_config()."""
-    entry = f"grouped_gemm<{gemm_config(dtype, gated, apart, schedule, out, epilogue, mxfp4, dynamic)}>"
+    entry = f"grouped_gemm<{gemm_config(dtype, gated, apart, schedule, out, epilogue, mxfp4)}>"
     scaled = dtype == FP8 and not epilogue.channel_scales
-    shared = _native.gemm_shared_bytes(scaled, schedule.most_rows, schedule.stages, mxfp4, dynamic)
+    shared = _native.gemm_shared_bytes(scaled, schedule.most_rows, schedule.stages, mxfp4, schedule.dynamic)
     about = ("gemm/gemm", entry, "GemmArgs", THREADS)
     return SharedKernel(*about, cluster=schedule.cluster, shared=shared, resident=schedule.blocks_per_sm)
 

@@ -23,7 +23,7 @@ bench/results, and tests/fused/test_schedules.py checks how well. The fit is mea
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -57,6 +57,8 @@ class Schedule:
         cluster: blocks of a cluster, which share the rows of x.
         swapped: w is operand A of wgmma; False (FP8 only): x is.
         blocks_per_sm: resident blocks of a multiprocessor; 2 with MXFP4 weights only.
+        dynamic: clusters take their tiles from a counter, not every n-th; of a grouped GEMM alone, since the tiles of
+            fused layers have an order of their own.
     """
 
     row_unit: int
@@ -65,21 +67,25 @@ class Schedule:
     cluster: int
     swapped: bool = True
     blocks_per_sm: int = 1
+    dynamic: bool = False
 
     def __post_init__(self) -> None:
         check_sizes(row_unit=self.row_unit, most_rows=self.most_rows, stages=self.stages, cluster=self.cluster)
         check_sizes(blocks_per_sm=self.blocks_per_sm)
         check_flag("swapped", self.swapped)
+        check_flag("dynamic", self.dynamic)
 
 
-# Names: most rows of a tile, x stages, c blocks of a cluster; u16: units of 16 rows, not 32.
+# Names: most rows of a tile, x stages, c blocks of a cluster; u16: units of 16 rows, not 32; d: a dynamic order of tiles.
 SCHEDULES = {
     "64x8c1": Schedule(row_unit=16, most_rows=64, stages=8, cluster=1),
     "64x8c2": Schedule(row_unit=16, most_rows=64, stages=8, cluster=2),
     "128x6c1": Schedule(row_unit=16, most_rows=128, stages=6, cluster=1),
     "128x6c2": Schedule(row_unit=16, most_rows=128, stages=6, cluster=2),
     "256x4c1": Schedule(row_unit=32, most_rows=256, stages=4, cluster=1),
+    "256x4c1d": Schedule(row_unit=32, most_rows=256, stages=4, cluster=1, dynamic=True),
     "256x4c2u16": Schedule(row_unit=16, most_rows=256, stages=4, cluster=2),
+    "256x4c2u16d": Schedule(row_unit=16, most_rows=256, stages=4, cluster=2, dynamic=True),
 }
 
 # e4m3 keeps two accumulators, so tiles have at most 128 rows, and blocks 256 columns.  r: x is operand A, in units of
@@ -89,6 +95,7 @@ FP8_SCHEDULES = {
     "64x5c2": Schedule(row_unit=16, most_rows=64, stages=5, cluster=2),
     "128x4c1": Schedule(row_unit=16, most_rows=128, stages=4, cluster=1),
     "128x4c1r": Schedule(row_unit=64, most_rows=128, stages=4, cluster=1, swapped=False),
+    "128x4c1rd": Schedule(row_unit=64, most_rows=128, stages=4, cluster=1, swapped=False, dynamic=True),
 }
 # MXFP4 weights beside bfloat16 rows: slots have 128 columns, so stages are fewer.  p2: two blocks a multiprocessor.
 MXFP4_SCHEDULES = {
@@ -103,18 +110,6 @@ MXFP4_SCHEDULES = {
 PACKED_SCHEDULE = Schedule(row_unit=16, most_rows=64, stages=8, cluster=1)
 PACKED_SCHEDULES = {"64x8c1": PACKED_SCHEDULE}
 FP8_BAND = 2 * BAND  # row tiles are half as high
-# Products of at least so many multiplications have a dynamic order of tiles (csrc/gemm/tile_counter.cuh).  An H200
-# needs 0.6 ms for them in bfloat16 and 0.3 ms in FP8; the launch that sets the counter to 0 takes 2 us.
-LEAST_DYNAMIC = 2 * 10**11
-
-
-def is_dynamic(schedule: Schedule, multiplications: int, mxfp4: bool) -> bool:
-    """Return whether a grouped GEMM of so many multiplications takes its tiles from a counter.
-
-    Not with MXFP4 weights: such kernels with a counter are neither tested nor measured.
-    """
-    return multiplications >= LEAST_DYNAMIC and schedule.cluster <= 2 and not mxfp4
-
 
 def _check_shape(expected_rows: int, groups: int, columns: int, depth: int, multiprocessors: int) -> None:
     check_integer("expected_rows", expected_rows, 0)
@@ -155,7 +150,8 @@ def schedule_of_both(
     Depends on the rows and the columns of the first GEMM alone.
     """
     shape = _shape(dtype, expected_rows, 1, 2 * intermediate, 1, 1)
-    return _named(dtype, tuning.gemm_schedule(gpu, "fused_gemms", tuning.name_of(dtype), shape))
+    schedule = _named(dtype, tuning.gemm_schedule(gpu, "fused_gemms", tuning.name_of(dtype), shape))
+    return replace(schedule, dynamic=False)
 
 
 def mxfp4_schedule(expected_rows: int, groups: int, columns: int, multiprocessors: int) -> Schedule:
@@ -187,6 +183,8 @@ def check_schedule(dtype: torch.dtype, schedule: Schedule, mxfp4: bool = False) 
         return
     if dtype == torch.float8_e4m3fn and not (is_one and schedule in FP8_SCHEDULES.values()):
         raise BadInput("schedule", repr(schedule), "one of FP8_SCHEDULES")
+    if is_one and schedule.dynamic and schedule.cluster > 2:
+        raise BadInput("schedule", repr(schedule), "clusters of one or two blocks, whose tiles have a dynamic order")
     if dtype != torch.float8_e4m3fn and not (is_one and schedule.swapped and schedule.blocks_per_sm == 1):
         raise BadInput("schedule", repr(schedule), "one of SCHEDULES")
 
