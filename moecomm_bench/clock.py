@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -55,6 +55,17 @@ FLUSH_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}  # several times the last-lev
 _HOST_BATCHES, _HOST_CALLS = 20, 10
 _HOST_S = 2.0  # seconds after which no further batch begins: an operation may take milliseconds
 _SUSTAINED_TIMES, _WARM_UP = 3, 8  # sustained runs of each call; an untimed warm-up takes 1 / _WARM_UP of a run
+
+
+def orders(names: Iterable[str], replays: int) -> Iterator[list[str]]:
+    """Yield an order of the names for each replay, drawn anew, the same on all ranks.
+
+    The clock rate and the caches of a GPU depend on the call before: none of the names always follows the same one.
+    """
+    draw, order = random.Random(0), list(names)
+    for _ in range(replays):
+        draw.shuffle(order)
+        yield order
 
 
 def device_us(call: Call, head_start: int = _HEAD_START) -> float:
@@ -107,8 +118,8 @@ class Clock:
     def alternately(self, calls: dict[str, Call], meet: Call) -> dict[str, list[float]]:
         """Return the microseconds of one operation of each of `calls` on this rank, by replay.
 
-        Calls alternate, because a GPU under sustained load runs at another clock rate than one that was idle. Their
-        order rotates with each replay, because the clock rate also changes within a replay.
+        Calls alternate, because a GPU under sustained load runs at another clock rate than one that was idle. See
+        orders() for the order.
         """
         return self.burst_and_sustained(calls, meet)[0]
 
@@ -130,23 +141,19 @@ class Clock:
         beside = self._flush_us if self._cold else 0.0
         runs = {name: self._ready(call, self.flush, meet) for name, call in calls.items()}
         times: dict[str, list[float]] = {name: [] for name in calls}
-        order = deque(runs)
-        for _ in range(self._replays + 1):
+        for order in orders(runs, self._replays + 1):
             for name in order:
                 times[name].append(self._replay_us(runs[name], meet) - beside)
-            order.rotate(-1)
         times = {name: found[1:] for name, found in times.items()}
         counts = {
             name: self._least(int(seconds * 1e6 / statistics.median(times[name]) / self.chain) + 1)
             for name in (sustained if seconds else ())
         }
         without: dict[str, list[float]] = {name: [] for name in counts}
-        order = deque(counts)
-        for _ in range(_SUSTAINED_TIMES):
+        for order in orders(counts, _SUSTAINED_TIMES):
             for name in order:
                 self._replay_us(runs[name], meet, counts[name] // _WARM_UP + 1)
                 without[name].append(self._replay_us(runs[name], meet, counts[name]) - beside)
-            order.rotate(-1)
         return times, {name: statistics.median(found) for name, found in without.items()}
 
     def host_us(self, call: Call) -> float | None:

@@ -34,7 +34,7 @@ from moecomm.fused.schedules import PACKED_SCHEDULE, mxfp4_schedule, schedule_of
 from moecomm.router import MODELS, Model, random_routing
 from moecomm.tools.progress import progress
 from moecomm_bench import other_gemms
-from moecomm_bench.clock import device_us, rounded
+from moecomm_bench.clock import device_us, orders, rounded
 from moecomm_bench.four_bits import in_mxfp4
 
 TORCH, APART = "torch", "apart"  # next to schedules; APART: the chosen one, gate and up rows not interleaved
@@ -84,17 +84,17 @@ class Gemm:
 
     def choose(self, rows: int, device: torch.device) -> str:
         """Return the name of the schedule for `rows` rows of all experts, on a GPU; on the CPU, that of the H200."""
-        each, shape = rows // self.experts, (self.experts, self.columns)
+        each, shape = rows // self.experts, (self.experts, self.columns, self.depth)
         units = 132 if device.type == "cpu" else kernels.multiprocessors(device.index)
         if self.dtype == PACKED:
             chosen = PACKED_SCHEDULE
         elif self.dtype == MXFP4:
-            chosen = mxfp4_schedule(each, *shape, units)
+            chosen = mxfp4_schedule(each, self.experts, self.columns, units)
         elif device.type == "cpu":
-            return choose_fp8(each, *shape) if self.dtype == FP8 else choose(each, *shape, self.depth)
+            return choose_fp8(each, *shape) if self.dtype == FP8 else choose(each, *shape)
         else:
             dtype = kernels.FP8 if self.dtype == FP8 else torch.bfloat16
-            chosen = schedule_of(dtype, each, *shape, self.depth, units, kernels.gpu_name(device.index))
+            chosen = schedule_of(dtype, each, *shape, units, kernels.gpu_name(device.index))
         return next(name for name, schedule in self.schedules.items() if schedule == chosen)
 
     def counts(self, tokens: int) -> torch.Tensor:
@@ -344,8 +344,9 @@ def _alternating(calls: dict[str, Call], copies: int, replays: int) -> dict[str,
                 call(i)
         graphs[name] = graph, count
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(replays + 1):
-        for name, (graph, count) in graphs.items():
+    for order in orders(graphs, replays + 1):
+        for name in order:
+            graph, count = graphs[name]
             times[name].append(device_us(graph.replay) / count)
     return {name: statistics.median(found[1:]) for name, found in times.items()}
 

@@ -29,7 +29,7 @@ from moecomm.transfer import WeightTransfer
 from moecomm.transfer.casts import CASTS, Kind, kinds_of
 from moecomm.transfer.routes import Route, routes_of
 from moecomm.window import Window
-from moecomm_bench.clock import rounded
+from moecomm_bench.clock import orders, rounded
 from moecomm_bench.exchange import nccl_group
 from moecomm_bench.ranks import device_of, on_ranks
 
@@ -177,15 +177,14 @@ class _Ways:
         self._window.close()
 
     def times(self, replays: int) -> dict[str, Any]:
-        """Return seconds of each way by replay.  Ways alternate; their order rotates."""
+        """Return seconds of each way by replay.  Ways alternate, in drawn orders."""
         ways: dict[str, Callable[[], Any]] = {"moecomm": self._moecomm, "bytes": self._copied}
         ways["broadcast"] = lambda: self._placed(self._broadcast())
         if len({len(row) for row in self._held}) == 1:
             ways["all_gather"] = lambda: self._placed(self._gathered())
         times: dict[str, list[float]] = {name: [] for name in (*ways, "stage")}
         wanted = None
-        for replay in range(WARM_UP + replays):
-            order = list(ways)[replay % len(ways) :] + list(ways)[: replay % len(ways)]
+        for replay, order in enumerate(orders(ways, WARM_UP + replays)):
             for name in order:
                 self._wait()
                 dist.barrier(self._group)

@@ -76,7 +76,7 @@ class Schedule:
         check_flag("dynamic", self.dynamic)
 
 
-# Names: most rows of a tile, x stages, c blocks of a cluster; u16: units of 16 rows, not 32; d: a dynamic order of tiles.
+# Names: most rows of a tile, x stages, c blocks of a cluster; u16: units of 16 rows, not 32; d: dynamic.
 SCHEDULES = {
     "64x8c1": Schedule(row_unit=16, most_rows=64, stages=8, cluster=1),
     "64x8c2": Schedule(row_unit=16, most_rows=64, stages=8, cluster=2),
@@ -110,6 +110,7 @@ MXFP4_SCHEDULES = {
 PACKED_SCHEDULE = Schedule(row_unit=16, most_rows=64, stages=8, cluster=1)
 PACKED_SCHEDULES = {"64x8c1": PACKED_SCHEDULE}
 FP8_BAND = 2 * BAND  # row tiles are half as high
+
 
 def _check_shape(expected_rows: int, groups: int, columns: int, depth: int, multiprocessors: int) -> None:
     check_integer("expected_rows", expected_rows, 0)
@@ -202,16 +203,14 @@ def choose(expected_rows: int, groups: int, columns: int, depth: int, multiproce
     return _shipped(torch.bfloat16, expected_rows, groups, columns, depth, multiprocessors)
 
 
-def choose_fp8(expected_rows: int, groups: int, columns: int, multiprocessors: int = 132) -> str:
-    """Return the name of the FP8 schedule for `groups` groups of about `expected_rows` rows, matrices `[columns, K]`.
-
-    See choose().
+def choose_fp8(expected_rows: int, groups: int, columns: int, depth: int, multiprocessors: int = 132) -> str:
+    """Return the name of the FP8 schedule; see choose().
 
     Raises:
         BadInput: sizes that are not positive integers.
     """
-    _check_shape(expected_rows, groups, columns, 1, multiprocessors)
-    return _shipped(torch.float8_e4m3fn, expected_rows, groups, columns, 1, multiprocessors)
+    _check_shape(expected_rows, groups, columns, depth, multiprocessors)
+    return _shipped(torch.float8_e4m3fn, expected_rows, groups, columns, depth, multiprocessors)
 
 
 @lru_cache(maxsize=1024)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -345,10 +346,11 @@ def new_product(x: Matrix, *shape: int) -> torch.Tensor:
 def choose(
     dtype: torch.dtype, name: str | None, rows: int, blocks: int, columns: int, depth: int, units: int
 ) -> Schedule:
-    """Return the schedule of this name, or for `blocks` blocks of `rows` rows."""
-    if dtype == FP8:
-        return FP8_SCHEDULES[name or schedules.choose_fp8(rows, blocks, columns, units)]
-    return SCHEDULES[name or schedules.choose(rows, blocks, columns, depth, units)]
+    """Return the schedule of this name, or for `blocks` blocks of `rows` rows.  The operator orders its tiles."""
+    shape = rows, blocks, columns, depth, units
+    fp8 = dtype == FP8
+    chosen = name or (schedules.choose_fp8(*shape) if fp8 else schedules.choose(*shape))
+    return replace((FP8_SCHEDULES if fp8 else SCHEDULES)[chosen], dynamic=False)
 
 
 # For products whose depth is split, by tile height: shared memory holds the sums of a block, too.

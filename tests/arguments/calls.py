@@ -506,7 +506,7 @@ def of_moecomm() -> dict[str, list[Call]]:
         **_loaders(),
         "fused.Schedule": [Call(fused.Schedule, {"row_unit": 16, "most_rows": 64, "stages": 8, "cluster": 1})],
         "fused.choose": [Call(fused.choose, {"expected_rows": 16, "groups": 8, "columns": 256, "depth": 256})],
-        "fused.choose_fp8": [Call(fused.choose_fp8, {"expected_rows": 16, "groups": 8, "columns": 256})],
+        "fused.choose_fp8": [Call(fused.choose_fp8, {"expected_rows": 16, "groups": 8, "columns": 256, "depth": 256})],
         "fused.interleave": [Call(fused.interleave, {"w13": w13})],
         "fused.deinterleave": [Call(fused.deinterleave, {"w13": w13})],
         "fused.pack_mxfp4": [Call(fused.pack_mxfp4, {"w": four_bits})],

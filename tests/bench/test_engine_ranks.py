@@ -6,6 +6,7 @@ import multiprocessing
 import socket
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,17 +43,22 @@ def hangs(rank: int, job: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
+@pytest.fixture(autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    before = {*multiprocessing.active_children()}
+    yield
+    assert {*multiprocessing.active_children()} <= before
+
+
 def test_each_rank_returns_what_it_finds() -> None:
     first, second = engine_ranks.run(keeps_a_thread, {"ranks": 2, "value": 0.25}, "a run", 120)
     assert (first["rank"], second["rank"]) == (0, 1) and first["port"] == second["port"]
     assert first["logits"].tolist() == [0.25, 0.25] and second["parts"] == {1: [(1, 0.5)]}
-    assert multiprocessing.active_children() == []
 
 
 def test_the_error_of_a_rank_ends_the_run_and_all_ranks() -> None:
     with pytest.raises(RuntimeError, match=r"^rank 1: ValueError: no such model$"):
         engine_ranks.run(fails, {"ranks": 2, "why": "no such model"}, "a run", 120)
-    assert multiprocessing.active_children() == []
 
 
 def test_a_rank_that_ends_without_a_word_is_an_error() -> None:
@@ -63,4 +69,3 @@ def test_a_rank_that_ends_without_a_word_is_an_error() -> None:
 def test_ranks_that_hang_are_killed_at_the_limit() -> None:
     with pytest.raises(TimeoutError, match=r"^tiny over ht: no end within 2 s$"):
         engine_ranks.run(hangs, {"ranks": 2}, "tiny over ht", 2)
-    assert multiprocessing.active_children() == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -167,7 +168,7 @@ def test_a_dynamic_order_has_all_tiles(name: str, by_channel: bool, monkeypatch:
             args = type(args).from_buffer_copy(args)
             args.next_tile = counter.data_ptr()
         epilogue = Epilogue(channel_scales=by_channel)
-        kernel = gemm_kernel(given.x.dtype, False, False, schedule, torch.bfloat16, epilogue, dynamic=dynamic)
+        kernel = gemm_kernel(given.x.dtype, False, False, replace(schedule, dynamic=dynamic), torch.bfloat16, epilogue)
         run(kernel, args, blocks=clusters * schedule.cluster, seed=7)
     rows = sum(counts)
     assert torch.equal(outs[0][:rows], outs[1][:rows]) and bool(outs[1][rows:].isnan().all())

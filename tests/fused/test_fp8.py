@@ -173,10 +173,11 @@ def test_the_bound_of_a_cast_is_what_the_cast_loses() -> None:
 
 def test_any_shape_gets_a_schedule_that_there_is() -> None:
     chosen = {
-        choose_fp8(rows, groups, columns)
+        choose_fp8(rows, groups, columns, depth)
         for rows in (0, 1, 40, 41, 192, 1 << 20)
         for groups in (1, 64)
         for columns in (8, 1024, 2880, 7168)
+        for depth in (16, 2048)
     }
     assert chosen == set(FP8_SCHEDULES)  # and none is there for nothing
 

@@ -14,10 +14,12 @@ import torch
 
 from moecomm import Buffer, _native
 from moecomm.backends.host import HostSession
-from moecomm.fused import gemm, kernels, layer, pipeline, schedules
+from moecomm.fused import gemm, kernels, layer, pipeline
 from moecomm.fused.operands import Operands
 from moecomm.gpu import plain_kernel, tuning
 from moecomm.gpu.structs import struct
+from moecomm.gpu.tuning import Table
+from moecomm.gpu.tuning.gemms import Rule
 
 HIDDEN, INNER, EXPERTS, TOPK, TOKENS = 256, 64, 8, 4, 32
 
@@ -122,13 +124,13 @@ def products(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Any]:
 
 
 @pytest.mark.usefixtures("layers")
-def test_each_large_product_has_a_counter_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_product_with_a_dynamic_order_has_a_counter_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     call, zeros, made = products(monkeypatch), torch.zeros, []
-    assert call(0).next_tile == 0 and call(0) is call(0), "the struct of a small product is shared"
-    monkeypatch.setattr(schedules, "LEAST_DYNAMIC", TOKENS * EXPERTS * INNER * HIDDEN)
-    tuning.forget()
+    assert call(0).next_tile == 0 and call(0) is call(0), "the struct of another product is shared"
     monkeypatch.setattr(torch, "zeros", lambda *size, **how: made.append(zeros(*size, **how)) or made[-1])
-    launched = [call(0), call(0), call(1)]
+    dynamic = Table(gemms=(Rule("bf16", "256x4c1d"),))
+    with tuning.use(dynamic):
+        launched = [call(0), call(0), call(1)]
     assert [one.next_tile for one in launched] == [counter.data_ptr() for counter in made]
     assert len({id(one) for one in launched}) == 3 and not any(int(counter) for counter in made)
 

@@ -5,20 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 
 from moecomm.base.choices import Activation
-from moecomm.fused import schedules
-from moecomm.gpu import tuning
 from moecomm.testing.bounds import expected_gemm
-
-
-@pytest.fixture(params=[False, True], ids=["fixed order", "dynamic order"], autouse=True)
-def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let tiles have a dynamic order in products of any size, or in none.  A module that imports it runs twice."""
-    monkeypatch.setattr(schedules, "LEAST_DYNAMIC", 0 if request.param else 1 << 62)
-    tuning.forget()  # launches that are known
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from moecomm.fused.kernels import gemm_kernel
 
 from .layers import compile_all
 from .products import check, same_bits
-from .products import order as order
 
 pytestmark = pytest.mark.gpu1
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -88,11 +87,7 @@ def compiled() -> None:
     """All kernels into the cache, on all cores."""
     activations = ((False, False), (True, False), (True, True))
     kinds = itertools.product((BF16, FP16), activations, SCHEDULES.values())
-    all_of_them = [
-        gemm_kernel(dtype, *activation, schedule, dynamic=dynamic)
-        for (dtype, activation, schedule), dynamic in itertools.product(kinds, (False, True))
-    ]
-    compile_all(all_of_them)
+    compile_all(gemm_kernel(dtype, *activation, schedule) for dtype, activation, schedule in kinds)
 
 
 def inputs(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -60,7 +60,9 @@ def compiled() -> None:
     for sizes, rows in itertools.product((*SIZES, LARGE, *(sizes for sizes, _ in PROCESSES.values())), (1, 1000)):
         hidden, inner = sizes["hidden"], sizes["intermediate"]
         local = most_experts(sizes["num_experts"], sizes["ranks"])
-        first, second = (FP8_SCHEDULES[choose_fp8(rows, local, columns)] for columns in (2 * inner, hidden))
+        first, second = (
+            FP8_SCHEDULES[choose_fp8(rows, local, *shape)] for shape in ((2 * inner, hidden), (hidden, inner))
+        )
         both, counted = schedules.schedule_of_both(FP8, rows, inner), rows_per_counter(rows * local)
         kernels |= {gemm_kernel(FP8, True, apart, first, out=FP8) for apart in (False, True)}
         for dtype in DTYPES:

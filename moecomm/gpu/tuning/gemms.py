@@ -15,8 +15,14 @@ from typing import Any
 # Rows of the tallest tile of each schedule, by dtype: those of moecomm.fused.SCHEDULES and FP8_SCHEDULES.
 HEIGHTS = {
     "bf16": {
-        **{"64x8c1": 64, "64x8c2": 64, "128x6c1": 128, "128x6c2": 128},
-        **{"256x4c1": 256, "256x4c1d": 256, "256x4c2u16": 256, "256x4c2u16d": 256},
+        "64x8c1": 64,
+        "64x8c2": 64,
+        "128x6c1": 128,
+        "128x6c2": 128,
+        "256x4c1": 256,
+        "256x4c1d": 256,
+        "256x4c2u16": 256,
+        "256x4c2u16d": 256,
     },
     "fp8": {"64x5c1": 64, "64x5c2": 64, "128x4c1": 128, "128x4c1r": 128, "128x4c1rd": 128},
 }
