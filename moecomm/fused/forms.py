@@ -144,7 +144,7 @@ def measure(rounds: Rounds, kind: Kind, guess: bool, calls: Mapping[bool, Call],
     Args:
         rounds: of the Buffer, whose `layer_forms` gets the form.
         kind: of the layer.
-        guess: whether bounds say fused; taken unless the other form is clearly faster.
+        guess: whether bounds say fused; taken if both forms take equally long.
         calls: a call of a full batch, by whether it runs fused.
         reserve: takes the memory of such a call in both forms; raises if there is too little.
 

@@ -15,6 +15,7 @@ from moecomm.overlap.agreement import OPERATORS, WORDS, FirstCalls, compared_nam
 from moecomm.overlap.sizes import Sizes
 from moecomm.window import Window
 
+_MARGIN = 1.02  # of forms that are as fast but for noise, the earlier has fewer roundings, and waits with a deadline
 _LOOK_S = 1e-4  # between two looks at the device
 _GRACE_S = 1.0  # for kernels, whose errors name the rank that they waited for
 _ROWS = ("M", "C", "B")  # sizes that vary from call to call
@@ -88,7 +89,7 @@ class Choices:
             window.abort()  # others would wait for what this rank does not run
             raise
         mine = in_ns(tuple(runs), times)
-        form, us = fastest(tuple(runs), self._first_calls.exchange(mine + [0] * (WORDS - len(mine))))
+        form, us = fastest(tuple(runs), self._first_calls.exchange(mine + [0] * (WORDS - len(mine))), _MARGIN)
         compared = {name: sizes.dims[name] for name in compared_names(sizes, None)}
         self._made[_key(sizes, runs)] = Choice(sizes.operator, sizes.given, compared, us, form)
         return form

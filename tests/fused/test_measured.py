@@ -32,7 +32,7 @@ from .two_forms import Costs, TwoForms
 
 SIZES: dict[str, Any] = {"hidden": 32, "num_experts": 6, "topk": 2, "max_tokens": 24}
 OPTIONS: dict[str, Any] = {"backend": "host", "timeout_s": 20}
-INNER, ONCE = 16, 21  # layers of each form in a measurement: a first one, and five runs of four
+INNER, ONCE = 16, 29  # layers of each form in a measurement: a first one, and seven runs of four
 FAST, SLOW = {"fused": 1.0, "unfused": 2.0}, {"fused": 2.0, "unfused": 1.0}
 
 
@@ -60,8 +60,8 @@ def call(buffer: moecomm.Buffer, case: LayerCase, **options: Any) -> torch.Tenso
     [
         (FAST, {"fused": 5.0, "unfused": 4.0}, "unfused"),
         ({"fused": 4.0, "unfused": 1.0}, {"fused": 1.0, "unfused": 5.0}, "fused"),
-        ({"fused": 2.0, "unfused": 2.03}, FAST, "unfused"),  # no more than noise, and the tables know no CPU
-        ({"fused": 2.0, "unfused": 2.05}, FAST, "fused"),
+        ({"fused": 2.0, "unfused": 2.0}, FAST, "unfused"),  # the tables know no CPU
+        ({"fused": 2.0, "unfused": 2.01}, FAST, "fused"),
     ],
 )
 def test_the_slowest_rank_decides_for_all(

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-_REPETITIONS, _CALLS = 5, 3  # timed runs of each form, which alternate, and calls in a run
-_MARGIN = 1.02  # a later form must be faster than an earlier one by more than this noise
+_REPETITIONS, _CALLS = 7, 3  # timed runs of each form, which alternate, and calls in a run
 NEVER = 1 << 62  # nanoseconds of a form that a rank can't run
 
 Call = Callable[[], Any]
@@ -92,10 +91,12 @@ def in_ns(forms: Sequence[str], us: Mapping[str, float]) -> list[int]:
     return [round(1e3 * us[form]) if form in us else NEVER for form in forms]
 
 
-def fastest(forms: Sequence[str], by_rank: Sequence[Sequence[int]]) -> tuple[str, dict[str, float]]:
+def fastest(
+    forms: Sequence[str], by_rank: Sequence[Sequence[int]], margin: float = 1.0
+) -> tuple[str, dict[str, float]]:
     """Return the form that all ranks take, and the microseconds of each form on the slowest rank.
 
-    An earlier form is taken unless a later one is faster by more than noise.
+    Of forms that take at most `margin` times as long as the fastest the first is taken.
 
     Args:
         forms: in the order of the times.
@@ -103,7 +104,7 @@ def fastest(forms: Sequence[str], by_rank: Sequence[Sequence[int]]) -> tuple[str
     """
     slowest = dict(zip(forms, map(max, zip(*by_rank, strict=True)), strict=False))
     least = min(slowest.values())
-    form = next(form for form, ns in slowest.items() if ns <= _MARGIN * least)
+    form = next(form for form, ns in slowest.items() if ns <= margin * least)
     return form, {form: ns / 1e3 for form, ns in slowest.items() if ns < NEVER}
 
 
