@@ -81,9 +81,9 @@ _COUNTED: dict[str, tuple[tuple[str, ...], str]] = {
     "post-mortem-cpu": (("host",), "faults"),
     "random-operators-cpu": (("host", "overlap"), "random_cases"),
     "megatron-training-cpu": (("host",), "steps"),
-    "megatron-training-h200": (ROUNDS, "steps"),
+    "megatron-training-h200-2": (ROUNDS, "steps"),
     "torchtitan-training-cpu": (("host",), "steps"),
-    "torchtitan-training-h200": (ROUNDS, "steps"),
+    "torchtitan-training-h200-2": (ROUNDS, "steps"),
     "transformers-generation-h200": (ROUNDS, "tokens"),
     "sglang-dispatchers-h200": (ROUNDS, "cases"),
 }

@@ -819,12 +819,10 @@ TOPICS = (
         "FP8",
         "Grouped GEMMs of a rank's experts on an H100, DeepSeek-V3 on 4 ranks, first with SwiGLU, then back.  "
         "Dispatches that cast are in the tables of rounds.  The results of H200s are those that the choice of "
-        "schedules is fitted to, and a later run of `moecomm tune gemms`, in which the chosen ones take at most 1.04 "
-        "times as long as the fastest.",
-        (
-            "gemm-fp8-h100 gemm-h100 gemm-fp8-h200 gemm-h200 gemm-fp8-rows-h200 gemm-fp8-schedules-h200 "
-            "gemm-fp8-clusters-h200 gemm-fp8-every-deepseek-v3-h200 gemm-fp8-every-qwen3-235b-h200 gemm-tune-h200"
-        ),
+        "schedules is fitted to, and a run of `moecomm tune gemms`, in which the chosen ones take at most 1.04 "
+        "times as long as the fastest.  `gemm-orders-h200` has both orders of tiles; it is of a program that is not "
+        "kept.",
+        "gemm-fp8-h100 gemm-h100 gemm-fp8-h200 gemm-h200 gemm-fp8-schedules-h200 gemm-orders-h200 gemm-tune-h200",
         fp8,
     ),
     Topic(
@@ -930,15 +928,16 @@ TOPICS = (
         "the first two by our two grouped GEMMs alone, which are separate launches: a fused layer can take a little "
         "less.  The second divides "
         "torch's layer (all_to_all and grouped GEMMs, same run) by the faster of ours.  Windows have "
-        "room for any routing; a Buffer takes [less](memory.md) by default.  No result with a fused layer of "
-        f"another library (DeepGEMM's, FlashInfer's) is kept.  {torchs_forms(LAYER_SIZES)}  "
+        "room for any routing; a Buffer takes [less](memory.md) by default.  No result of four GPUs has a fused layer "
+        f"of another library (DeepGEMM's, FlashInfer's).  {torchs_forms(LAYER_SIZES)}  "
         "The second table: replays without a pause, at the limit of power.  `layers-h200-2` and `tune-layers-h200-2` "
         "have 2 ranks again, later; `one-launch-schedules-h200-4` is what the schedules of fused layers are fitted to; "
         "`moe-channels-h200-2` and `moe-mxfp4-h200-2` have layers with other weights.",
         (
             f"{' '.join(LAYER_SIZES)} "
             "moe-deepseek-v3-h200-4 moe-qwen3-235b-h200-4 moe-gpt-oss-120b-h200-2 moe-mixtral-8x7b-h200-2 "
-            "moe-qwen3-235b-h200-2 at-work-h100-4 at-work-fp8-h100-4 at-work-h200-4 at-work-fp8-h200-4 "
+            "moe-qwen3-235b-h200-2 moe-gpt-oss-120b-h200-1 moe-mixtral-8x7b-h200-1 moe-qwen3-30b-a3b-h200-1 "
+            "at-work-h100-4 at-work-fp8-h100-4 at-work-h200-4 at-work-fp8-h200-4 "
             "layers-h200-2 tune-layers-h200-2 one-launch-schedules-h200-4 moe-channels-h200-2 moe-mxfp4-h200-2"
         ),
         expert_layers,

@@ -7,16 +7,18 @@ bench/results, and tests/fused/test_schedules.py checks how well. The fit is mea
   weights twice: 64x8c2 is a fifth slower there. In a row of an odd number of tiles a cluster of two has an idle block.
 - Few groups with few tiles run in whole waves (moecomm/gpu/tuning/gemms.py).
 - Up to 192 rows clusters of two are best where all tiles run at once. Else single blocks are: row tiles of a group are
-  neighbors in the order of tiles, and load the same weights at the same time. Groups of about 128 rows are an
-  exception: some are larger, and with 1 to 4 waves a second tile a group adds a wave, so tiles have 256 rows.
+  neighbors in the order of tiles, and load the same weights at the same time. From 145 rows on, and of about 128 rows
+  with 1 to 4 waves, tiles have 256 rows: most groups then have one tile, not two.
 - Up to 384 rows half of the groups need two tiles of 256 rows, little more than half full. With a long sum (depth) the
   larger tile wins all the same, in units of 16 rows: it loads fewer bytes a product.
 - With more rows a cluster of two loads fewer bytes a product. Single blocks are better where sums are short (blocks
   store often, and a cluster cannot load ahead of its slower half), where all columns run at once, where one cluster in
   16 or fewer is half idle, and with many rows, where loads are not the bottleneck.
-- FP8: from 254 rows on, where units of 64 rows waste little, 128x4c1r was 9 to 46 % faster than 128x4c1; with 125 to
-  128 rows it was not. Clusters of two with tiles of 128 rows were faster in few cases, by little
+- FP8: from 64 rows on 128x4c1r is as fast as 128x4c1 or faster, in a dynamic order also where half of the groups need
+  a second tile. Clusters of two with tiles of 128 rows were faster in few cases, by little
   (docs/maintainers/decisions.md), and do not exist.
+- A dynamic order (csrc/gemm/tile_counter.cuh) pays where many tiles have different heights: blocks that read the same
+  weights stay together. The launch that sets its counter to 0 takes 2 us, so it is for several waves of tiles.
 - Fused layers: if possible a group is one tile. Tiles of 256 rows were 5 to 18 % faster than tiles of 128 for groups
   of 128 and 256 rows.
 """

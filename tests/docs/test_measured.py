@@ -382,7 +382,7 @@ def span(some: Iterable[float]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-@pytest.mark.parametrize("name", ["gemm-peers-h200", "gemm-peers-kimi-k2-h200"])
+@pytest.mark.parametrize("name", [f"gemm-peers-{of}h200" for of in ("", "kimi-k2-", "qwen3-235b-", "glm-", "v4-pro-")])
 def test_grouped_gemms_beside_deep_gemm_are_those_of_the_result(name: str) -> None:
     """The faster form of deep_gemm over ours, by rows an expert."""
     ratios: dict[str, dict[int, list[float]]] = {"fp8": {}, "bf16": {}}
@@ -457,9 +457,17 @@ def test_packed_mxfp4_weights_are_as_fast_as_the_result_says() -> None:
 
 
 def test_losses_of_torchtitan_are_as_far_apart_as_the_page_says() -> None:
-    apart = max(row["largest_difference"] for row in content("torchtitan-training-h200")["rows"])
+    apart = max(row["largest_difference"] for row in content("torchtitan-training-h200-2")["rows"])
     for page in ("torchtitan.md", "maintainers/decisions.md"):
         assert f"{apart:.0e}".replace("e-0", "e-") + " apart at most" in (ROOT / "docs" / page).read_text()
+
+
+def test_tokens_per_second_of_trainers_are_those_of_the_results() -> None:
+    measured, _ = aim("A framework that serves or trains")
+    for name, word in (("megatron", "to"), ("torchtitan", "and")):
+        rows = content(f"{name}-training-h200-2")["rows"]
+        ratios = sorted(row["tokens_per_s"] / row["their_tokens_per_s"] for row in rows)
+        assert f"{ratios[0]:.2f} {word} {ratios[-1]:.2f} times as many tokens" in measured, name
 
 
 def test_combines_of_128_tokens_take_as_long_as_the_result_says() -> None:
