@@ -121,14 +121,19 @@ def _rows_of_experts(tokens: int, experts: int, topk: int) -> torch.Tensor:
 
 
 def sizes(names: list[str], **given: int | None) -> list[Model]:
-    """Return the models with these names; given fields replace a model's own, which then has no name."""
+    """Return the models with these names; given fields replace a model's own, which then has no name.
+
+    Models that have become the same size are one.
+    """
     for name in names:
         if name not in MODELS:
             raise BadInput("model", repr(name), f"some of {', '.join(MODELS)}")
     own: dict[str, Any] = {field: value for field, value in given.items() if value is not None}
     if any(value < 1 for value in own.values()):
         raise BadInput(", ".join(own), tuple(own.values()), "at least 1 each")
-    return [dataclasses.replace(MODELS[name], **own, name="" if own else name) for name in names]
+    found = [dataclasses.replace(MODELS[name], **own, name="" if own else name) for name in names]
+    by_size = {(one.name, one.hidden, one.intermediate, one.num_experts, one.topk): one for one in found}
+    return list(by_size.values())
 
 
 def gemms(models: list[Model], ranks: list[int], dtypes: Sequence[str] = (BF16,)) -> list[Gemm]:

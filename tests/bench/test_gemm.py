@@ -74,6 +74,13 @@ def test_all_schedules_are_measured_and_nothing_else(dtype: str, monkeypatch: py
         assert min(row["us"].values()) > 0
 
 
+def test_models_whose_sizes_are_all_given_are_measured_once() -> None:
+    own = {"hidden": 64, "intermediate": 64, "topk": 3, "num_experts": 8}
+    assert len(gemm.sizes(["mixtral-8x7b", "deepseek-v3"], **own)) == 1
+    assert len(gemm.sizes(["mixtral-8x7b", "deepseek-v3"], hidden=64)) == 2
+    assert [one.name for one in gemm.sizes(["mixtral-8x7b", "deepseek-v3"])] == ["mixtral-8x7b", "deepseek-v3"]
+
+
 def test_figures_count_what_the_gemm_needs() -> None:
     case = gemm.Gemm("", 1, 1, "swiglu", 2, experts=4, columns=2000, depth=3000)
     counts = torch.tensor([100, 0, 399, 1])  # weights of an expert without rows are not read
