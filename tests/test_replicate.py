@@ -23,6 +23,7 @@ from moecomm.weights import copies as weight_copies
 
 from .backends.conftest import run_ranks
 from .conftest import Ranks
+from .copied_gradients import CopiedGradients
 from .few import few
 from .ops.plain import formula
 
@@ -166,56 +167,12 @@ def test_weights_change_as_soon_as_a_layer_has_ended() -> None:
 @pytest.mark.parametrize("seed", few(range(40), *range(4)))
 def test_gradients_are_sums_in_the_order_of_slots(seed: int) -> None:
     """Those of a Buffer that has the copies all along, of which an owner's slot gets the sum; biases, too."""
-    model, ids = Model(seed), routing(seed)
-    after = replicated(drawn(seed), counted(ids)).experts
-    g = torch.Generator().manual_seed(seed)
-    w13_bias, w2_bias = torch.randn(EXPERTS, 2 * INNER, generator=g), torch.randn(EXPERTS, HIDDEN, generator=g)
-    biased, names = seed % 2 == 1, ["w13", "w2", "w13_bias", "w2_bias"]
-
-    def layer(buffer: moecomm.Buffer, group: Any, leaves: list[torch.Tensor], **how: Any) -> list[torch.Tensor]:
-        x, idx, scale = tokens(seed, group.rank, ids[group.rank])
-        inputs = [x.requires_grad_(), scale.requires_grad_()]
-        biases = dict(zip(names[2:], leaves[2:], strict=False))
-        out = ops.moe(buffer, x, idx, scale, *leaves[:2], **biases, **how)
-        return list(torch.autograd.grad(out.square().sum(), [*inputs, *leaves]))
-
-    def body(group: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        found = []
-        for placement in (drawn(seed), replicated(drawn(seed), counted(ids))):
-            with moecomm.Buffer(group, **FLOAT, placement=placement) as buffer:
-                shapes = {**SHAPES, "w13_bias": (2 * INNER,), "w2_bias": (HIDDEN,)}
-                weights = ExpertWeights(buffer, shapes, dtype=torch.float32)
-                held = torch.tensor(list(buffer.local_experts))
-                for name, value in zip(names, (model.w13, model.w2, w13_bias, w2_bias), strict=True):
-                    weights[name].copy_(value[held])
-                leaves = [torch.nn.Parameter(weights[name]) for name in (names if biased else names[:2])]
-                how = {} if found else {"balance": "replicate"}
-                found.append([grad.clone() for grad in layer(buffer, group, leaves, **how)])
-                weights.close()
-        return found[0], found[1]
-
-    results = run_ranks(RANKS, body)
+    case = CopiedGradients(drawn(seed), routing(seed), INNER, seed % 2 == 1, SIZES | {"backend": "host"}, seed=seed)
+    results = run_ranks(RANKS, case.run)
     for one in results:
         if isinstance(one, BaseException):
             raise one
-    for rank, (got, want) in enumerate(results):
-        for nth, (mine, plain) in enumerate(zip(got, want, strict=True)):
-            if nth < 2:  # of x and of topk_weights
-                assert torch.equal(mine, plain)
-                continue
-            for slot, expert in enumerate(drawn(seed).experts[rank].tolist()):
-                others = [
-                    (r, s)
-                    for r in range(RANKS)
-                    for s in range(SLOTS)
-                    if after[r, s] == expert and (drawn(seed).experts[r, s] == NONE or (r, s) == (rank, slot))
-                ]
-                first = drawn(seed).slots_by_expert[expert][0] == rank * SLOTS + slot if expert != NONE else False
-                total = torch.zeros_like(plain[slot])
-                for nth_term, (r, s) in enumerate(others if first else [(rank, slot)] * (expert != NONE)):
-                    term = results[r][1][nth][s]
-                    total = term.clone() if nth_term == 0 else total + term
-                assert torch.equal(mine[slot], total), (rank, slot, nth)
+    case.check(results)
 
 
 def in_mxfp4(w: torch.Tensor) -> tuple[torch.Tensor, ...]:

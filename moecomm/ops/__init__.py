@@ -408,7 +408,7 @@ def moe(
             that "drop" drops have no gradients.
         balance: see Buffer.moe.  Weights may be parameters over tensors of ExpertWeights.  The backward pass copies
             experts anew; a slot gets the sum of its gradients and those of its copies, in the order of slots, in
-            float32 and rounded once.  Those of copies are 0.
+            float32 and rounded once.  Those of copies are 0.  On GPUs the backward pass waits for its dispatch.
         layer: see dispatch().
 
     Returns:
@@ -416,7 +416,7 @@ def moe(
 
     Raises:
         As Buffer.moe; also Unsupported, in the forward pass, if a gradient is required of a layer with quantized
-            weights, or with `balance` on GPUs or beside masked ranks.
+            weights, or with `balance` beside masked ranks or in a capture.
     """
     name = _name_of(buffer)
     x, topk_idx, topk_weights, plain = _routed(x, topk_idx, topk_weights)

@@ -28,6 +28,7 @@ from moecomm.ops import rounds, swiglu
 from moecomm.ops.grouped import grouped_linear, grouped_outer
 from moecomm.ops.operator import operator
 from moecomm.rounds import names
+from moecomm.rounds.rounds import Rounds
 from moecomm.rounds.state import CollectiveCall, several_rounds
 from moecomm.weights import slots
 from moecomm.weights.copies import Copies, copies_of
@@ -90,9 +91,8 @@ def moe(
         balance=cast("Balance | None", balance),
     )
     owner, ids = names.find(buffer), topk_idx.contiguous()
-    if balance is not None and gradients and (owner.masked or not owner.on_cpu):
-        where = "on GPUs" if not owner.on_cpu else f"beside masked ranks {sorted(owner.masked)}"
-        raise Unsupported(f"gradients with balance={balance!r} {where}")
+    if gradients:
+        _check_copied(owner, balance)
     out: torch.Tensor = layer.moe(
         owner,
         Request(options, Gradients.ROWS if gradients else Gradients.NONE, number),
@@ -106,6 +106,16 @@ def moe(
         w2_bias=w2_bias,
     )
     return out
+
+
+def _check_copied(owner: Rounds, balance: str | None) -> None:
+    """Raise Unsupported where gradients of copied experts cannot be added to those of their owners."""
+    if balance is None:
+        return
+    if owner.masked:
+        raise Unsupported(f"gradients with balance={balance!r} beside masked ranks {sorted(owner.masked)}")
+    if owner.session.capturing():  # the host reads which slots are copies
+        raise Unsupported(f"gradients with balance={balance!r} in a capture")
 
 
 def _weights(
@@ -149,11 +159,12 @@ def moe_backward(
     """
     owner = names.find(buffer)
     waits = layer.goes_in_parts(owner, cast("Overflow | None", overflow), max_rows)
-    on_gpu = waits and not owner.on_cpu  # CPU ranks wait by themselves
     gated = check_activation(activation, activation_limit, activation_alpha)
     experts = _Experts(w13, w2, w13_bias, w2_bias, interleaved, gated)
     tensors = {"w13": w13, "w2": w2, "w13_bias": w13_bias, "w2_bias": w2_bias}
+    _check_copied(owner, balance)
     copies = copies_of(owner, cast("Balance | None", balance), gated, interleaved, **tensors)
+    on_gpu = (waits or copies is not None) and not owner.on_cpu  # CPU ranks wait by themselves
     how = (experts, copies, buffer, max_rows, wants_w13, wants_w2, on_gpu, number)
 
     def part(tokens: slice) -> _Gradients:
@@ -217,7 +228,8 @@ def _backward(
 ) -> _Gradients:
     """Run the three rounds of the backward pass, and the products between them.
 
-    `wait`: for the dispatch, whose error is raised before the next round.  `first_token`: see dispatch.prepare.
+    `wait`: for the dispatch, whose error is raised before the next round, and before its copies are read.
+    `first_token`: see dispatch.prepare.
     """
     room = -1 if max_rows is None else max_rows
     how = (buffer, *_ROWS, room, False, None, first_token, number)

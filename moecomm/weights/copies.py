@@ -22,7 +22,7 @@ from moecomm.base.choices import BALANCES, Balance
 from moecomm.base.placement import NONE
 from moecomm.base.validation import check_name
 from moecomm.errors import BadInput
-from moecomm.gpu import plain_kernel
+from moecomm.gpu import cuda_driver, plain_kernel
 from moecomm.gpu.structs import struct
 from moecomm.rounds.rounds import Rounds
 from moecomm.weights.exchange import SharedTensor, SharedTensors
@@ -54,9 +54,16 @@ class Copies(NamedTuple):
         return int(context.peers[self.rounds.rank]) + _native.copied_at(context.window, context.shape)
 
     def sources(self) -> torch.Tensor:
-        """Return int64 `[ranks, slots]`: the slot that each slot is a copy of in the last round, or -1.  CPU ranks."""
-        words = (ctypes.c_int32 * self.rounds.num_experts).from_address(self._table)
-        return torch.tensor(list(words), dtype=torch.int64).view(self.rounds.num_ranks, -1)
+        """Return int64 `[ranks, slots]` on the CPU: the slot that each slot is a copy of in the last round, or -1.
+
+        GPUs: waits for the current stream.
+        """
+        rounds = self.rounds
+        if rounds.on_cpu:
+            words = torch.tensor(list((ctypes.c_int32 * rounds.num_experts).from_address(self._table)))
+        else:
+            words = cuda_driver.int32_at(self._table, rounds.device, rounds.num_experts).cpu()
+        return words.long().view(rounds.num_ranks, -1)
 
     def run(self) -> None:
         """Fill slots of this rank by the copies that have been chosen last.  GPUs: on the current stream."""

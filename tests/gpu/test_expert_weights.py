@@ -9,10 +9,12 @@ import pytest
 import torch
 
 import moecomm
+from moecomm import ops
 from moecomm.base.placement import replicated
 from moecomm.testing.cases import random_placement
 
 from ..conftest import Ranks, gpu_count
+from ..copied_gradients import CopiedGradients
 
 pytestmark = pytest.mark.gpu2
 HIDDEN, INNER, EXPERTS, SLOTS, TOKENS, TOPK = 512, 256, 16, 12, 64, 4
@@ -102,6 +104,59 @@ def _replicates(rank: int, group: Any, fused: bool) -> int:
 def test_weights_change_as_soon_as_a_layer_with_copies_has_ended(gpu_ranks: Ranks, fused: bool) -> None:
     made = gpu_ranks.run(gpu_count(), _replicates, fused)
     assert len(set(made)) == 1 and made[0] > 0
+
+
+def _copied(ranks: int, biased: bool) -> CopiedGradients:
+    """Experts of the first ranks are in most tokens; each rank has empty slots."""
+    g = torch.Generator().manual_seed(ranks)
+    placement = moecomm.Placement(
+        [range(first, EXPERTS, ranks) for first in range(ranks)], slots=SLOTS, choice="balanced"
+    )
+    load = torch.rand(EXPERTS, generator=g) ** 8 + 1e-6
+    ids = [torch.multinomial(load.expand(TOKENS, -1), 2, generator=g) for _ in range(ranks)]
+    sizes = {"hidden": HIDDEN, "num_experts": EXPERTS, "topk": 2, "max_tokens": TOKENS, "timeout_s": 20}
+    sizes["capacity_factor"] = float(ranks)
+    return CopiedGradients(placement, ids, INNER, biased, sizes, torch.bfloat16, "cuda")
+
+
+def _gradients(rank: int, group: Any, biased: bool) -> Any:
+    return _copied(group.size(), biased).run(group)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("biased", [False, True])
+def test_gradients_of_copies_are_added_in_the_order_of_slots(gpu_ranks: Ranks, biased: bool) -> None:
+    case = _copied(gpu_count(), biased)
+    assert bool((case.after.experts != case.placement.experts).any())
+    case.check(gpu_ranks.run(gpu_count(), _gradients, biased))
+
+
+def _captures(rank: int, group: Any) -> None:
+    """A capture of a layer whose gradients need the host is refused; one without gradients is not."""
+    case = _copied(group.size(), False)
+    with moecomm.Buffer(group, **case.sizes, placement=case.placement) as buffer:
+        weights = moecomm.ExpertWeights(buffer, {"w13": (2 * INNER, HIDDEN), "w2": (HIDDEN, INNER)})
+        for name in ("w13", "w2"):
+            weights[name].fill_(0.5)
+        given = torch.ones(TOKENS, HIDDEN, device="cuda").bfloat16(), case.ids[rank].cuda(), None
+        leaves = [torch.nn.Parameter(weights[name]) for name in ("w13", "w2")]
+        plain = [leaf.detach() for leaf in leaves]
+        ops.moe(buffer, *given, *plain, balance="replicate")
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            with pytest.raises(moecomm.Unsupported, match="in a capture"):
+                ops.moe(buffer, *given, *leaves, balance="replicate")
+            out = ops.moe(buffer, *given, *plain, balance="replicate")
+        graph.replay()
+        buffer.check()
+        assert bool(out.isfinite().all())
+        weights.close()
+
+
+@pytest.mark.timeout(300)
+def test_a_capture_of_gradients_of_copies_is_refused(gpu_ranks: Ranks) -> None:
+    gpu_ranks.run(gpu_count(), _captures)
 
 
 def _commits(rank: int, group: Any) -> tuple[bool, float]:
