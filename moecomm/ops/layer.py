@@ -91,7 +91,7 @@ def moe(
         balance=cast("Balance | None", balance),
     )
     owner, ids = names.find(buffer), topk_idx.contiguous()
-    if gradients:
+    if balance is not None and gradients:
         _check_copied(owner, balance)
     out: torch.Tensor = layer.moe(
         owner,
@@ -108,10 +108,8 @@ def moe(
     return out
 
 
-def _check_copied(owner: Rounds, balance: str | None) -> None:
+def _check_copied(owner: Rounds, balance: str) -> None:
     """Raise Unsupported where gradients of copied experts cannot be added to those of their owners."""
-    if balance is None:
-        return
     if owner.masked:
         raise Unsupported(f"gradients with balance={balance!r} beside masked ranks {sorted(owner.masked)}")
     if owner.session.capturing():  # the host reads which slots are copies
@@ -162,7 +160,8 @@ def moe_backward(
     gated = check_activation(activation, activation_limit, activation_alpha)
     experts = _Experts(w13, w2, w13_bias, w2_bias, interleaved, gated)
     tensors = {"w13": w13, "w2": w2, "w13_bias": w13_bias, "w2_bias": w2_bias}
-    _check_copied(owner, balance)
+    if balance is not None:
+        _check_copied(owner, balance)
     copies = copies_of(owner, cast("Balance | None", balance), gated, interleaved, **tensors)
     on_gpu = (waits or copies is not None) and not owner.on_cpu  # CPU ranks wait by themselves
     how = (experts, copies, buffer, max_rows, wants_w13, wants_w2, on_gpu, number)

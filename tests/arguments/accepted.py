@@ -143,6 +143,7 @@ TABLE = (
                 "do_handle_copy",
                 "do_zero_padding",
                 "duplicates",
+                "dynamic",
                 "fused",
                 "interleaved",
                 "mask",
