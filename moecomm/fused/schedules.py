@@ -76,6 +76,8 @@ class Schedule:
         check_sizes(blocks_per_sm=self.blocks_per_sm)
         check_flag("swapped", self.swapped)
         check_flag("dynamic", self.dynamic)
+        if self.dynamic and self.cluster > 2:
+            raise BadInput("cluster", self.cluster, "1 or 2 blocks, where tiles have a dynamic order")
 
 
 # Names: most rows of a tile, x stages, c blocks of a cluster; u16: units of 16 rows, not 32; d: dynamic.
@@ -186,8 +188,6 @@ def check_schedule(dtype: torch.dtype, schedule: Schedule, mxfp4: bool = False) 
         return
     if dtype == torch.float8_e4m3fn and not (is_one and schedule in FP8_SCHEDULES.values()):
         raise BadInput("schedule", repr(schedule), "one of FP8_SCHEDULES")
-    if is_one and schedule.dynamic and schedule.cluster > 2:
-        raise BadInput("schedule", repr(schedule), "clusters of one or two blocks, whose tiles have a dynamic order")
     if dtype != torch.float8_e4m3fn and not (is_one and schedule.swapped and schedule.blocks_per_sm == 1):
         raise BadInput("schedule", repr(schedule), "one of SCHEDULES")
 

@@ -163,8 +163,9 @@ def moe_backward(
     if balance is not None:
         _check_copied(owner, balance)
     copies = copies_of(owner, cast("Balance | None", balance), gated, interleaved, **tensors)
-    on_gpu = (waits or copies is not None) and not owner.on_cpu  # CPU ranks wait by themselves
-    how = (experts, copies, buffer, max_rows, wants_w13, wants_w2, on_gpu, number)
+    on_gpu = not owner.on_cpu  # CPU ranks wait by themselves
+    wait = on_gpu and (waits or copies is not None)
+    how = (experts, copies, buffer, max_rows, wants_w13, wants_w2, wait, number)
 
     def part(tokens: slice) -> _Gradients:
         weights = None if topk_weights is None else topk_weights[tokens]
@@ -172,7 +173,7 @@ def moe_backward(
 
     with CollectiveCall(owner, 3), observers.muted():
         tangents.refuse("moecomm::moe_backward", grad, x, topk_weights, w13, w2, w13_bias, w2_bias)
-        if on_gpu:
+        if on_gpu and waits:
             owner.check()  # raises the error of an earlier round
         try:
             return _backward(grad, x, topk_idx, topk_weights, *how, None)
