@@ -822,7 +822,11 @@ TOPICS = (
         "schedules is fitted to, and a run of `moecomm tune gemms`, in which the chosen ones take at most 1.04 "
         "times as long as the fastest.  `gemm-orders-h200` has both orders of tiles; it is of a program that is not "
         "kept.",
-        "gemm-fp8-h100 gemm-h100 gemm-fp8-h200 gemm-h200 gemm-fp8-schedules-h200 gemm-orders-h200 gemm-tune-h200",
+        (
+            "gemm-fp8-h100 gemm-h100 gemm-fp8-h200 gemm-h200 gemm-fp8-rows-h200 gemm-fp8-schedules-h200 "
+            "gemm-fp8-clusters-h200 gemm-fp8-every-deepseek-v3-h200 gemm-fp8-every-qwen3-235b-h200 gemm-orders-h200 "
+            "gemm-tune-h200"
+        ),
         fp8,
     ),
     Topic(

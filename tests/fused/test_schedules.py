@@ -64,17 +64,37 @@ def test_one_schedule_of_both_gemms_was_the_fastest_or_near() -> None:
     assert len(rows) == 17
 
 
-def test_what_is_chosen_of_few_fp8_rows_was_the_fastest_or_near() -> None:
-    """Where it is no tall tile, of which that file has none."""
+# The same of e4m3, by more than 5 %.  All but the first are chosen with a dynamic order, which is faster there; these
+# times are of the fixed one.
+SLOWER_FP8 = {
+    ("mixtral-8x7b", 4, 2, 128): 1.06,
+    ("deepseek-v3", 4, 2, 1024): 1.08,
+    ("gpt-oss-120b", 4, 1, 1024): 1.12,
+    ("qwen3-235b", 4, 1, 512): 1.06,
+}
+FP8_MEASURED = [
+    ("gemm-fp8-rows-h200", 48),
+    ("gemm-fp8-clusters-h200", 22),
+    ("gemm-fp8-schedules-h200", 46),
+    ("gemm-fp8-every-deepseek-v3-h200", 15),
+    ("gemm-fp8-every-qwen3-235b-h200", 15),
+]
+
+
+@pytest.mark.parametrize(("name", "count"), FP8_MEASURED)
+def test_what_is_chosen_of_fp8_was_the_fastest_or_near(name: str, count: int) -> None:
+    """Compare with all measured forms, those left out, too.  The second file and the third have no tall tiles."""
     compared = 0
-    for row in json.loads((RESULTS / "gemm-fp8-schedules-h200.json").read_text())["rows"]:
+    for row in json.loads((RESULTS / f"{name}.json").read_text())["rows"]:
         us = {schedule: time for schedule, time in row["us"].items() if schedule != "apart"}
         chosen = choose_fp8(row["rows"] // row["experts"], row["experts"], row["columns"], row["depth"])
-        if chosen.startswith("128x4c1r"):
+        chosen = chosen.removesuffix("d")  # the order of that time
+        if chosen == "128x4c1r" and chosen not in us:
             continue
-        assert us[chosen] <= 1.05 * min(us.values()), (row["model"], row["gemm"], row["tokens"], chosen)
+        most = SLOWER_FP8.get((row["model"], row["ranks"], row["gemm"], row["tokens"]), 1.05)
+        assert us[chosen] <= most * min(us.values()), (row["model"], row["gemm"], row["tokens"], chosen)
         compared += 1
-    assert compared == 46
+    assert compared == count
 
 
 def test_what_is_chosen_was_near_the_fastest_that_tune_finds() -> None:
@@ -83,7 +103,8 @@ def test_what_is_chosen_was_near_the_fastest_that_tune_finds() -> None:
     for row in rows:
         sizes = row["rows"] // row["experts"], row["experts"], row["columns"], row["depth"]
         chosen = (choose_fp8 if row["dtype"] == "fp8" else choose)(*sizes)
-        assert chosen.endswith("d") or row["us"][chosen] <= 1.04 * min(row["us"].values()), row
+        ordered = (row["dtype"], row["gemm"], row["tokens"]) == ("fp8", 2, 1024)  # see SLOWER_FP8
+        assert row["us"][chosen.removesuffix("d")] <= (1.1 if ordered else 1.04) * min(row["us"].values()), row
     assert len(rows) == 12
 
 
@@ -225,7 +246,7 @@ def test_a_dynamic_order_is_of_grouped_gemms_with_small_clusters() -> None:
         assert schedule_of(dtype, 512, 64, 4096, 7168, 132).dynamic
     check_schedule(torch.bfloat16, SCHEDULES["256x4c2u16d"])
     with pytest.raises(BadInput, match="dynamic order"):
-        check_schedule(torch.bfloat16, Schedule(row_unit=16, most_rows=256, stages=4, cluster=4, dynamic=True))
+        Schedule(row_unit=16, most_rows=256, stages=4, cluster=4, dynamic=True)
 
 
 H100 = "NVIDIA H100 80GB HBM3"

@@ -59,7 +59,10 @@ def test_a_schedule_that_was_not_measured_at_a_point_does_not_hold_there() -> No
     assert ranges((16, {A: 1.0}), (64, {B: 1.0})) == [(32, A), (None, B)]
 
 
-@pytest.mark.parametrize(("name", "tolerance", "most"), [("gemm-h200", 0.02, 1.02), ("gemm-orders-h200", 0.02, 1.02)])
+@pytest.mark.parametrize(
+    ("name", "tolerance", "most"),
+    [("gemm-h200", 0.02, 1.02), ("gemm-fp8-rows-h200", 0.02, 1.02), ("gemm-orders-h200", 0.02, 1.02)],
+)
 def test_rules_of_kept_results_are_within_the_tolerance(name: str, tolerance: float, most: float) -> None:
     """The rules of each shape, at each row that was measured; and less than one range for two points."""
     rows = [
