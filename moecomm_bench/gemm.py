@@ -30,7 +30,7 @@ from moecomm.fused import (
     quantize_weights,
 )
 from moecomm.fused.fp8 import Operand
-from moecomm.fused.schedules import PACKED_SCHEDULE, mxfp4_schedule, schedule_of
+from moecomm.fused.schedules import mxfp4_schedule, packed_as, schedule_of
 from moecomm.router import MODELS, Model, random_routing
 from moecomm.tools.progress import progress
 from moecomm_bench import other_gemms
@@ -86,15 +86,14 @@ class Gemm:
         """Return the name of the schedule for `rows` rows of all experts, on a GPU; on the CPU, that of the H200."""
         each, shape = rows // self.experts, (self.experts, self.columns, self.depth)
         units = 132 if device.type == "cpu" else kernels.multiprocessors(device.index)
-        if self.dtype == PACKED:
-            chosen = PACKED_SCHEDULE
-        elif self.dtype == MXFP4:
+        if self.dtype == MXFP4:
             chosen = mxfp4_schedule(each, self.experts, self.columns, units)
         elif device.type == "cpu":
-            return choose_fp8(each, *shape) if self.dtype == FP8 else choose(each, *shape)
+            chosen = FP8_SCHEDULES[choose_fp8(each, *shape)] if self.has_fp8_rows else SCHEDULES[choose(each, *shape)]
         else:
-            dtype = kernels.FP8 if self.dtype == FP8 else torch.bfloat16
+            dtype = kernels.FP8 if self.has_fp8_rows else torch.bfloat16
             chosen = schedule_of(dtype, each, *shape, units, kernels.gpu_name(device.index))
+        chosen = packed_as(chosen) if self.dtype == PACKED else chosen
         return next(name for name, schedule in self.schedules.items() if schedule == chosen)
 
     def counts(self, tokens: int) -> torch.Tensor:

@@ -10,7 +10,8 @@ import torch
 from torch.nn.functional import silu
 
 from moecomm import BadInput, Placement, checkpoints
-from moecomm.fused import fp4, pack_mxfp4, packed_mxfp4
+from moecomm.dispatch.reference import GROUP
+from moecomm.fused import fp4, fp8, pack_mxfp4, packed_mxfp4
 from moecomm.testing import LocalBuffers
 
 HIDDEN, INNER, EXPERTS, TOPK, TOKENS, RANKS = 96, 64, 6, 2, 17, 2
@@ -126,8 +127,9 @@ def test_packed_weights_of_a_checkpoint_stand_for_its_values(name: str) -> None:
     given = load(make()[0].tensors, HELD[0], prefix="x.")
     for argument, depth in (("w13", HIDDEN), ("w2", INNER)):
         packed = pack_mxfp4(given[argument])
-        assert torch.equal(packed_mxfp4.dequantize(packed, depth), fp4.dequantize(given[argument]))
-        assert not bool(packed_mxfp4.dequantize(packed)[1].any())
+        wide = fp8.widen(*packed_mxfp4.unpack(packed), GROUP)
+        assert torch.equal(wide[:, :, :depth], fp4.dequantize(given[argument]).float())
+        assert not bool(wide[1].any() or wide[:, :, depth:].any())
 
 
 @pytest.mark.parametrize("name", LOADERS)

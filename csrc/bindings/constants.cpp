@@ -61,15 +61,16 @@ void bind_constants(py::module_& m) {
     m.def(
         "fused_constants",
         [] {
-            return std::map<std::string, i32>{{"gemm_threads", kGemmThreads},    {"most_groups", kMostGroups},
-                                              {"slot_row_bytes", kSlotRowBytes}, {"packed_row_bytes", kPackedRowBytes},
-                                              {"least_counted", kLeastCounted},  {"publish_threads", kPublishThreads}};
+            return std::map<std::string, i32>{{"gemm_threads", kGemmThreads},        {"widening_threads", kWarpgroup},
+                                              {"most_groups", kMostGroups},          {"slot_row_bytes", kSlotRowBytes},
+                                              {"packed_row_bytes", kPackedRowBytes}, {"least_counted", kLeastCounted},
+                                              {"publish_threads", kPublishThreads}};
         },
         "Constants of csrc/gemm and csrc/fused by name.");
     m.def("gemm_shared_bytes", &gemm_shared_bytes, py::arg("scaled"), py::arg("most_rows"), py::arg("stages"), py::arg("mxfp4") = false,
-          py::arg("dynamic") = false, "Dynamic shared memory of a block of the grouped GEMM.");
+          py::arg("dynamic") = false, py::arg("packed_stages") = 0, "Dynamic shared memory of a block of the grouped GEMM.");
     m.def("expert_layer_shared_bytes", &expert_layer_shared_bytes, py::arg("scaled"), py::arg("most_rows"), py::arg("stages"),
-          "Dynamic shared memory of a block of the fused layer.");
+          py::arg("packed_stages") = 0, "Dynamic shared memory of a block of the fused layer.");
     m.def("reduce_slot_bytes", &reduce_slot_bytes, py::arg("topk"), py::arg("piece_bytes"),
           "Shared memory of a slot of the fused layer's reduction.");
     m.def(

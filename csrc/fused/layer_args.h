@@ -51,8 +51,8 @@ static_assert(sizeof(ExpertLayerArgs) <= 4096 && sizeof(ExpertLayerArgs) % sizeo
 
 // Dynamic shared memory of a block of expert_layer.cuh, which asserts that it is enough: the GEMM's, the tile queue (320) and the barriers
 // of fetching (512).
-MOECOMM_BOTH constexpr i32 expert_layer_shared_bytes(bool scaled, i32 most_rows, i32 stages) {
-    return gemm_shared_bytes(scaled, most_rows, stages) + 320 + 512;
+MOECOMM_BOTH constexpr i32 expert_layer_shared_bytes(bool scaled, i32 most_rows, i32 stages, i32 packed_stages = 0) {
+    return gemm_shared_bytes(scaled, most_rows, stages, false, false, packed_stages) + 320 + 512;
 }
 // Bytes of a slot of reduce.cuh, which asserts that they are enough: topk rows and a bias, entries of 16 bytes, alignment.
 MOECOMM_BOTH constexpr i32 reduce_slot_bytes(i32 topk, i32 piece_bytes) { return (topk + 1) * piece_bytes + 16 * topk + 128; }

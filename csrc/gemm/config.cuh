@@ -26,14 +26,24 @@ struct GemmConfig {
     Activation activation = Activation::swiglu;
     bool bias = false;            // GemmArgs::bias may be given
     bool channel_scales = false;  // sums over the whole depth are multiplied by a scale of their row of x and one of their row of w
-    bool mxfp4 = false;           // w is packed MXFP4 and x operand B: bf16 (mxfp4.cuh) or scaled e4m3 (packed_scaled.cuh)
+    bool mxfp4 = false;           // w is packed MXFP4, and x operand B of bf16 (mxfp4.cuh)
     bool integers = false;        // with channel_scales: the bytes of x and w are int8 and not e4m3, and sums are exact
     bool dynamic = false;         // a grouped GEMM whose clusters take tiles from a counter (tile_counter.cuh)
+    i32 packed_stages = 0;        // beside scaled e4m3, w is packed MXFP4: slots of its own ring (widen.cuh)
 
     // A scale for 128 columns of x, and for 128 rows and columns of w.
     MOECOMM_BOTH constexpr bool scaled() const { return type == Type::e4m3 && !channel_scales; }
-    // Registers of a thread that multiplies: what the loader leaves of those that a block begins with.
-    MOECOMM_BOTH constexpr i32 math_registers() const { return blocks_per_sm == 2 ? 96 : 232; }
+    // A warpgroup more widens packed weights into slots of the ring, which hold e4m3.
+    MOECOMM_BOTH constexpr bool widens() const { return packed_stages > 0; }
+    MOECOMM_BOTH constexpr i32 threads() const { return kGemmThreads + (widens() ? kWarpgroup : 0); }
+    // Registers of a thread of the loader warpgroup, of the widening one, and of one that multiplies: what they leave of those that a block
+    // begins with.
+    MOECOMM_BOTH constexpr i32 loader_registers() const { return 40; }
+    MOECOMM_BOTH constexpr i32 widening_registers() const { return most_rows > 64 ? 56 : 128; }
+    MOECOMM_BOTH constexpr i32 math_registers() const { return blocks_per_sm == 2 ? 96 : !widens() ? 232 : most_rows > 64 ? 208 : 168; }
+    MOECOMM_BOTH constexpr i32 registers() const {
+        return (loader_registers() + (widens() ? widening_registers() : 0) + kMathGroups * math_registers()) * kWarpgroup;
+    }
     MOECOMM_BOTH constexpr bool has_slot_scales() const { return scaled() || mxfp4; }  // a slot holds scales beside the operands
     // Accumulators are finished in registers before the epilogue (finish.cuh), which computes SwiGLU alone itself.
     MOECOMM_BOTH constexpr bool finishes() const { return bias || (gated && activation != Activation::swiglu); }
@@ -44,17 +54,20 @@ struct GemmConfig {
     // share a scale belong to one block, also after SwiGLU.
     MOECOMM_BOTH constexpr i32 parts() const { return scaled() ? 2 : 1; }
     MOECOMM_BOTH constexpr i32 block_columns() const { return gemm_block_columns(scaled()); }  // rows of w
-    MOECOMM_BOTH constexpr i32 boxes() const {
-        return mxfp4 && !scaled() ? kPackedBoxes : 1;
-    }  // boxes of x in a slot, of neighboring columns
+    MOECOMM_BOTH constexpr i32 boxes() const { return mxfp4 ? kPackedBoxes : 1; }  // boxes of x in a slot, of neighboring columns
     MOECOMM_BOTH constexpr i32 depth() const { return boxes() * kSlotRowBytes / bytes_of(type); }  // columns of x and w in a slot
     MOECOMM_BOTH constexpr i32 weight_row_bytes() const { return mxfp4 ? kPackedRowBytes : kSlotRowBytes; }
     MOECOMM_BOTH constexpr i32 weight_bytes() const { return block_columns() * weight_row_bytes(); }  // bytes of w in a slot
-    MOECOMM_BOTH constexpr i32 box_bytes() const { return most_rows * kSlotRowBytes; }                // bytes of a box of x in a slot
-    MOECOMM_BOTH constexpr i32 row_bytes() const { return boxes() * box_bytes(); }                    // bytes of x in a slot
+    MOECOMM_BOTH constexpr i32 packed_bytes() const {
+        return block_columns() * kPackedRowBytes;
+    }  // bytes of packed w in a slot of its ring
+    MOECOMM_BOTH constexpr i32 box_bytes() const { return most_rows * kSlotRowBytes; }  // bytes of a box of x in a slot
+    MOECOMM_BOTH constexpr i32 row_bytes() const { return boxes() * box_bytes(); }      // bytes of x in a slot
     // Bytes of the product that a warpgroup transposes at once.  There are two such buffers, so that one barrier a step is enough.
     MOECOMM_BOTH constexpr i32 stage_bytes() const { return gemm_stage_bytes(scaled()); }
-    MOECOMM_BOTH constexpr i32 shared_bytes() const { return gemm_shared_bytes(scaled(), most_rows, stages, mxfp4, dynamic); }
+    MOECOMM_BOTH constexpr i32 shared_bytes() const {
+        return gemm_shared_bytes(scaled(), most_rows, stages, mxfp4, dynamic, packed_stages);
+    }
     MOECOMM_BOTH constexpr i32 least_box() const { return row_unit / cluster; }  // box height of the first map of x
 };
 

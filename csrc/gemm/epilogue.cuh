@@ -35,6 +35,12 @@ MOECOMM_FN uint4 load_shared(u32 address) {
     return v;
 }
 
+MOECOMM_FN uint2 load_shared_words(u32 address) {
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
+    return v;
+}
+
 template <Type type>
 MOECOMM_FN u32 narrow_pair(float first, float second) {
     const float both[2] = {first, second};

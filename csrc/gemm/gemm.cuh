@@ -3,7 +3,8 @@
 // Operands are swapped: the weights are operand A of wgmma, 128 rows a block, and the rows of x are its N dimension, 16 to 256 a tile, so
 // that a group of few rows costs little.  A block has a loader warpgroup (one thread of it loads) and two math warpgroups, which multiply
 // 64 rows of w each.  FP8 keeps two accumulators (scaled.cuh): a block then has 256 rows of w, a warpgroup multiplies two times 64 of them
-// in sequence, and tiles have at most 128 rows.  FP8 tiles of many rows use x as operand A instead (scaled_rows.cuh).
+// in sequence, and tiles have at most 128 rows.  FP8 tiles of many rows use x as operand A instead (scaled_rows.cuh).  With packed weights
+// beside FP8 rows, a fourth warpgroup widens them into the ring (widen.cuh).
 //
 // The kernel is persistent: each cluster takes every (gridDim / cluster)-th tile (tiles.h), or the next one of a counter
 // (tile_counter.cuh).  The blocks of a cluster multiply the same row tile with neighboring columns; each loads its part of x into all of
@@ -15,14 +16,12 @@
 #include "epilogue_rows.cuh"
 #include "finish.cuh"
 #include "mxfp4.cuh"
-#include "packed_scaled.cuh"
 #include "scaled.cuh"
+#include "scaled_rows.cuh"
 #include "tile_counter.cuh"
+#include "widen.cuh"
 
 namespace moecomm {
-
-constexpr i32 kLoaderRegisters = 40, kMathRegisters = 232;  // of one block of a multiprocessor
-static_assert((kLoaderRegisters + kMathGroups * kMathRegisters) * kWarpgroup <= 65536, "registers of a multiprocessor");
 
 template <GemmConfig c>
 struct GemmShared {
@@ -32,7 +31,14 @@ struct GemmShared {
     i32 counts[kMostGroups];
     RingScales<c> scales;
     IndexQueue<c> queue;
+    Widening<c> widening;
 
+    // One thread; barrier_init_done() and a block or cluster barrier must follow.
+    MOECOMM_FN void init() {
+        barriers.init();
+        queue.init();
+        widening.init();
+    }
     // Bytes from the beginning that are unused until the first tile is loaded: the fused kernel fetches rows through them.
     MOECOMM_BOTH static constexpr i32 room() { return sizeof(ring) + sizeof(staging); }
 };
@@ -49,17 +55,18 @@ MOECOMM_FN i32 place_in_cluster() {
 
 // The tiles of this block's cluster, for one role.  Constants are read again where they are needed: registers are scarce.  `warp`: the role
 // is a whole warp, not one thread.
-template <GemmConfig c, bool warp = true, bool = c.dynamic>
+template <GemmConfig c, bool warp = true, bool = c.dynamic, bool = c.widens()>
 struct MyTiles {
     TileWalk walk;
     i32 next;
 
     MOECOMM_FN MyTiles(const GemmArgs& args, GemmShared<c>& s) : walk(args.grouping, s.counts), next(blockIdx.x / c.cluster) {}
     MOECOMM_FN bool find(Tile& tile) { return walk.find(next, tile); }
+    MOECOMM_FN void find_again(Tile&) const {}
     MOECOMM_FN void step() { next += static_cast<i32>(gridDim.x) / c.cluster; }
 };
 template <GemmConfig c, bool warp>
-struct MyTiles<c, warp, true> {
+struct MyTiles<c, warp, true, false> {
     TileWalk walk;
     IndexQueue<c>& queue;
     QueuePlace place;
@@ -70,7 +77,29 @@ struct MyTiles<c, warp, true> {
         copy_wait(&queue.full[place.slot], place.phase);
         return walk.find(queue.indices[place.slot], tile);
     }
+    MOECOMM_FN void find_again(Tile&) const {}
     // Called once the role is done with the tile, not with the index alone: Positions relies on it.
+    MOECOMM_FN void step() {
+        if constexpr (warp) __syncwarp();
+        if (!warp || lane_id() == 0) arrive(&queue.empty[place.slot]);
+        place.step();
+    }
+};
+
+template <GemmConfig c, bool warp, bool dynamic>
+struct MyTiles<c, warp, dynamic, true> {
+    IndexQueue<c>& queue;
+    QueuePlace place;
+
+    MOECOMM_FN MyTiles(const GemmArgs&, GemmShared<c>& s) : queue(s.queue) {}
+    // Waits for the next tile, as above.
+    MOECOMM_FN bool find(Tile& tile) {
+        copy_wait(&queue.full[place.slot], place.phase);
+        tile = queue.tiles[place.slot];
+        return tile.rows > 0;
+    }
+    // Reads the tile that find() has found from shared memory, so that no register holds it meanwhile.
+    MOECOMM_FN void find_again(Tile& tile) const { tile = queue.tiles[place.slot]; }
     MOECOMM_FN void step() {
         if constexpr (warp) __syncwarp();
         if (!warp || lane_id() == 0) arrive(&queue.empty[place.slot]);
@@ -89,6 +118,23 @@ MOECOMM_FN void schedule_tiles(GemmShared<c>& s, const GemmArgs& args) {
         s.queue.indices[place.slot] = index;
         arrive(&s.queue.full[place.slot]);
         if (!walk.find(index, tile)) return;
+    }
+}
+// The same role where the queue holds tiles.
+template <GemmConfig c>
+MOECOMM_FN void queue_tiles(GemmShared<c>& s, const GemmArgs& args) {
+    TileWalk walk(args.grouping, s.counts);
+    Tile tile{};
+    i32 index = blockIdx.x / c.cluster;
+    for (QueuePlace place;; place.step()) {
+        copy_wait(&s.queue.empty[place.slot], place.phase ^ 1);
+        if constexpr (c.dynamic) index = take_position<c>(s.queue.positions, reinterpret_cast<u32*>(args.next_tile), place);
+        const bool found = walk.find(index, tile);
+        if (!found) tile.rows = 0;
+        s.queue.tiles[place.slot] = tile;
+        arrive(&s.queue.full[place.slot]);
+        if (!found) return;
+        index += static_cast<i32>(gridDim.x) / c.cluster;
     }
 }
 
@@ -133,14 +179,23 @@ MOECOMM_FN void load_rows(GemmShared<c>& s, const TensorMap* x, const Tile& tile
     }
 }
 
+// The loader thread's position: packed weights have a ring of their own.
+template <GemmConfig c>
+using LoaderPlace = Place<c.widens() ? c.packed_stages : c.stages>;
+
 // Loads a tile into the ring, slot after slot.  Called by the loader thread.  Each slot is loaded after its `empty` barrier completes (all
-// warps of the cluster have released it) and completes `full`.  Cannot fail.
+// warps of the cluster have released it) and completes `full`.  Of packed weights it loads these alone, as far ahead as their ring goes,
+// and the warp that loads scales loads the rows.  Cannot fail.
 template <GemmConfig c, bool apart>
-MOECOMM_FN void load_tile(GemmShared<c>& s, const GemmArgs& args, const Tile& tile, i32 rank, RingPlace<c>& place) {
-    for (i32 k = 0; k < args.depth; k += c.depth(), place.step()) {
-        copy_wait(&s.barriers.empty[place.slot], place.phase ^ 1);
-        load_weights<c, apart>(s, args, tile, rank, k, place.slot);
-        load_rows<c>(s, args.x, tile, rank, k, place.slot);
+MOECOMM_FN void load_tile(GemmShared<c>& s, const GemmArgs& args, const Tile& tile, i32 rank, LoaderPlace<c>& place) {
+    if constexpr (c.widens()) {
+        load_packed<c, apart>(s.ring, s.widening, args, tile, block_of<c>(tile, rank), place);
+    } else {
+        for (i32 k = 0; k < args.depth; k += c.depth(), place.step()) {
+            copy_wait(&s.barriers.empty[place.slot], place.phase ^ 1);
+            load_weights<c, apart>(s, args, tile, rank, k, place.slot);
+            load_rows<c>(s, args.x, tile, rank, k, place.slot);
+        }
     }
 }
 
@@ -148,7 +203,7 @@ MOECOMM_FN void load_tile(GemmShared<c>& s, const GemmArgs& args, const Tile& ti
 template <GemmConfig c>
 MOECOMM_FN void load_tiles(GemmShared<c>& s, const GemmArgs& args) {
     const i32 rank = place_in_cluster<c>();
-    RingPlace<c> place;
+    LoaderPlace<c> place;
     MyTiles<c, false> tiles(args, s);
     for (Tile tile; tiles.find(tile); tiles.step()) {
         load_tile<c, c.apart>(s, args, tile, rank, place);
@@ -179,31 +234,12 @@ struct TileScales<product, true, false> {
     MOECOMM_FN void load(GemmShared<c>& s, const GemmArgs& args, const Tile& tile, i32 slot) {
         const i32 lane = lane_id();
         const SlotScales to = s.scales.slot(slot);
-        if (lane < kWeightScales) load_scale(to.of_w(lane), of_w);
+        if (!product.widens() && lane < kWeightScales) load_scale(to.of_w(lane), of_w);
 #pragma unroll
         for (i32 i = lane; i < product.most_rows; i += kWarp)
             if (i < tile.padded) load_scale(to.of_x(i), of_x + (tile.row + min(i, tile.rows - 1)) * args.x_scale_row);
         arrive_when_loaded(&s.barriers.full[slot]);
         ++of_w;
-        of_x += args.x_scale_column;
-    }
-};
-
-template <GemmConfig product>
-struct TileScales<product, true, true> {
-    PackedScalesWalk<product> walk;
-    const float* of_x;
-
-    MOECOMM_FN TileScales(const GemmArgs& args, const Tile& tile, i32 rank, u64 x_scales)
-        : walk(args, tile.group, block_of<product>(tile, rank)), of_x(reinterpret_cast<const float*>(x_scales)) {}
-    // Loads the scales of the next step into its slot, as above.
-    template <GemmConfig c>
-    MOECOMM_FN void load(GemmShared<c>& s, const GemmArgs& args, const Tile& tile, i32 slot) {
-        walk.load(s.scales.of_w(slot));
-#pragma unroll 1
-        for (i32 i = lane_id(); i < tile.padded; i += kWarp)
-            load_scale(s.scales.of_x(slot) + i * 4, of_x + (tile.row + min(i, tile.rows - 1)) * args.x_scale_row);
-        arrive_when_loaded(&s.barriers.full[slot]);
         of_x += args.x_scale_column;
     }
 };
@@ -222,12 +258,17 @@ struct TileScales<product, false, true> {
     }
 };
 
-// Loads the scales of a tile into the ring.  Called by a whole warp, which waits for `empty` as the loader does.  Cannot fail.
+// Loads the scales of a tile into the ring, beside packed weights also its rows.  Called by a whole warp, which waits for `empty` as the
+// loader does.  Cannot fail.
 template <GemmConfig c, GemmConfig product>
 MOECOMM_FN void load_scales_of(GemmShared<c>& s, const GemmArgs& args, const Tile& tile, i32 rank, RingPlace<c>& place) {
     TileScales<product> scales(args, tile, rank, args.x_scales);
     for (i32 k = 0; k < args.depth; k += c.depth(), place.step()) {
         copy_wait(&s.barriers.empty[place.slot], place.phase ^ 1);
+        if (c.widens() && lane_id() == 0) {
+            expect_bytes(&s.barriers.full[place.slot], tile.padded * kSlotRowBytes);
+            load_rows<c>(s, args.x, tile, rank, k, place.slot);
+        }
         scales.load(s, args, tile, place.slot);
     }
 }
@@ -266,6 +307,18 @@ MOECOMM_FN void load_scales(GemmShared<c>& s, const GemmArgs& args) {
     MyTiles<c> tiles(args, s);
     for (Tile tile; tiles.find(tile); tiles.step()) {
         load_scales_of<c, c>(s, args, tile, rank, place);
+    }
+}
+
+// The widening role: a warpgroup, of which each warp walks the tiles.
+template <GemmConfig c>
+MOECOMM_FN void widen_tiles(GemmShared<c>& s, const GemmArgs& args) {
+    const i32 steps = ceil_div(args.depth, c.depth());
+    RingPlace<c> place;
+    Place<c.packed_stages> from;
+    MyTiles<c> tiles(args, s);
+    for (Tile tile; tiles.find(tile); tiles.step()) {  // all tiles are as deep
+        widen_tile<c, c.apart>(s.ring, s.barriers, s.scales, s.widening, steps, place, from);
     }
 }
 
@@ -325,8 +378,6 @@ MOECOMM_FN void multiply_padded(GemmShared<c>& s, RingPlace<c>& place, i32 math_
         multiply_rows<c>(s.ring, s.barriers, s.scales, place, math_group, steps, padded, accum);
     } else if (n > c.row_unit && padded != n) {
         if constexpr (n > c.row_unit) multiply_padded<c, n - c.row_unit>(s, place, math_group, steps, padded, accum);
-    } else if constexpr (c.mxfp4) {
-        multiply_packed_scaled<c, n>(s.ring, s.barriers, s.scales, place, math_group, steps, accum);
     } else if constexpr (c.scaled()) {
         multiply_scaled<c, n>(s.ring, s.barriers, s.scales, place, math_group, steps, accum);
     } else {
@@ -363,12 +414,13 @@ MOECOMM_FN void make_tiles(GemmShared<c>& s, const GemmArgs& args, const Out& ou
         if constexpr (c.restarts()) clear(accum);
         ChannelScales<c> scales;
         scales.template load<c>(args, tile, block_of<c>(tile, place_in_cluster<c>()), math_group);
-        if constexpr (c.mxfp4 && !c.scaled()) {
+        if constexpr (c.mxfp4) {
             const PackedTile<c> packed(args, tile.group, block_of<c>(tile, place_in_cluster<c>()), math_group);
             multiply_packed<c>(s.ring, s.barriers, s.scales, place, packed, steps, tile.padded, accum[0]);
         } else {
             multiply_padded<c>(s, place, math_group, steps, tile.padded, accum);
         }
+        tiles.find_again(tile);
         scales.apply(accum[0], tile, shared_address(s.staging) + math_group * (2 * c.stage_bytes()), 1 + math_group, turns);
         if constexpr (c.finishes()) finish<c>(accum, args, tile, block_of<c>(tile, place_in_cluster<c>()), math_group);
         store_accum<c>(accum, tile, math_group, columns, shared_address(s.staging), turns, out);
@@ -395,24 +447,29 @@ MOECOMM_FN void grouped_gemm(const GemmArgs& args) {
     if (threadIdx.x == 0) {
         prefetch_map(args.w);
         for (const TensorMap& map : args.x) prefetch_map(map);
-        s.barriers.init();
-        s.queue.init();
+        s.init();
         barrier_init_done();
     }
     await_earlier_kernels();
     launch_dependents();
-    for (i32 g = threadIdx.x; g < args.grouping.groups; g += kGemmThreads) s.counts[g] = reinterpret_cast<const i32*>(args.counts)[g];
+    for (i32 g = threadIdx.x; g < args.grouping.groups; g += c.threads()) s.counts[g] = reinterpret_cast<const i32*>(args.counts)[g];
     sync_cluster<c.cluster>();
+    static_assert(c.blocks_per_sm == 2 || c.registers() <= 65536, "registers of a multiprocessor");
     const u32 warp = uniform(warp_id());
     if (warp < kWarpgroup / kWarp) {
-        reg_dealloc<kLoaderRegisters>();
+        reg_dealloc<c.loader_registers()>();
         if (warp == 0 && lane_id() == 0) load_tiles(s, args);
         if constexpr (c.has_slot_scales()) {
             if (warp == 2) load_scales(s, args);
         }
-        if constexpr (c.dynamic) {
+        if constexpr (c.widens()) {
+            if (warp == 3 && lane_id() == 0) queue_tiles(s, args);
+        } else if constexpr (c.dynamic) {
             if (warp == 3 && lane_id() == 0) schedule_tiles(s, args);
         }
+    } else if (c.widens() && warp >= kGemmThreads / kWarp) {
+        reg_dealloc<c.widening_registers()>();
+        if constexpr (c.widens()) widen_tiles(s, args);
     } else {
         reg_alloc<c.math_registers()>();
         make_tiles(s, args, store_here<c>(args));

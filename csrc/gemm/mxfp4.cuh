@@ -25,11 +25,6 @@ MOECOMM_FN u32 multiply_pairs(u32 a, u32 b) {
     asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
     return product;
 }
-MOECOMM_FN uint2 load_shared_words(u32 address) {
-    uint2 v;
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
-    return v;
-}
 // Bytes `shift` / 8 to `shift` / 8 + 3 of two words.
 MOECOMM_FN u32 word_at(const uint2& words, i32 shift) { return __funnelshift_r(words.x, words.y, shift); }
 

@@ -1,27 +1,38 @@
-// The ring of slots between the loader thread and the warpgroups that multiply.  A slot holds 128 bytes of each row of the tile of w and x.
+// The ring of slots between the loaders and the warpgroups that multiply.  A slot holds 128 bytes of each row of the tile of w and x.
 #pragma once
 #include "../device/lanes.cuh"
 #include "config.cuh"
 
 namespace moecomm {
 
-template <GemmConfig c>
+template <GemmConfig c, bool = c.widens()>
 struct Ring {
     u8 w[c.stages][c.weight_bytes()];
     u8 x[c.stages][c.row_bytes()];
     static_assert(c.weight_bytes() % 1024 == 0, "atoms of the swizzle");
 };
+// With packed weights, w is widened from a ring of their own, which is here because tensor loads need aligned memory.
+template <GemmConfig c>
+struct Ring<c, true> {
+    u8 w[c.stages][c.weight_bytes()];
+    u8 x[c.stages][c.row_bytes()];
+    u8 packed[c.packed_stages][c.packed_bytes()];
+    static_assert(c.weight_bytes() % 1024 == 0 && c.packed_bytes() % 1024 == 0, "atoms of the swizzle");
+};
 
 template <GemmConfig c>
 struct RingBarriers {
-    u64 full[c.stages];   // completes when the slot is filled: bytes and one arrival of the loader, one of each lane that loads scales
-    u64 empty[c.stages];  // completes when the slot is free: one arrival of each multiplying warp of all blocks of the cluster,
-                          // because every block of the cluster loads into this slot
+    // Completes when the slot is filled: bytes and one arrival of the loader, one of each lane that loads scales, and one of each widening
+    // warp.
+    u64 full[c.stages];
+    // Completes when the slot is free: one arrival of each multiplying warp of all blocks of the cluster, because every block of the
+    // cluster loads into this slot.
+    u64 empty[c.stages];
 
     // One thread; barrier_init_done() and a block or cluster barrier must follow.
     MOECOMM_FN void init() {
         for (i32 s = 0; s < c.stages; ++s) {
-            barrier_init(&full[s], c.has_slot_scales() ? 1 + kWarp : 1);
+            barrier_init(&full[s], (c.has_slot_scales() ? 1 + kWarp : 1) + (c.widens() ? kWarpgroup / kWarp : 0));
             barrier_init(&empty[s], c.cluster * kMathGroups * kWarpgroup / kWarp);
         }
     }
@@ -38,16 +49,18 @@ MOECOMM_FN void release_slot(RingBarriers<c>& barriers, i32 slot) {
     }
 }
 
-// A role's position in the ring: slot and barrier parity.
-template <GemmConfig c>
-struct RingPlace {
+// A role's position in a ring: slot and barrier parity.
+template <i32 slots>
+struct Place {
     i32 slot = 0;
     u32 phase = 0;
 
     MOECOMM_FN void step() {
-        slot = slot == c.stages - 1 ? 0 : slot + 1;
+        slot = slot == slots - 1 ? 0 : slot + 1;
         phase ^= slot == 0 ? 1 : 0;
     }
 };
+template <GemmConfig c>
+using RingPlace = Place<c.stages>;
 
 }  // namespace moecomm

@@ -79,12 +79,13 @@ MOECOMM_FN void multiply_share(Ring<c>& ring, RingBarriers<c>& barriers, const R
     const u32 w = operand_at(shared_address(ring.w[0])) + first_part * (kRowsPart * kSlotRowBytes / 16);
     const u32 x = operand_at(shared_address(ring.x[0])) + first_row * (kSlotRowBytes / 16);
     const i32 row = first_row + warp_id() % 4 * 16 + lane_id() / 4;
+    constexpr i32 unrolled = c.widens() ? 2 : kUnrolled;
     float products[size] = {};
 #pragma unroll
     for (i32 part = 0; part < parts; ++part)
 #pragma unroll
         for (i32 i = 0; i < size; ++i) accum[part][i] = 0.0f;
-#pragma unroll kUnrolled
+#pragma unroll unrolled
     for (i32 step = 0; step < steps; ++step) {
         const i32 slot = place.slot;
         const u32 w_slot = w + slot * (c.weight_bytes() / 16), x_slot = x + slot * (c.row_bytes() / 16);

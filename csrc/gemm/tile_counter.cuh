@@ -70,26 +70,35 @@ MOECOMM_FN i32 take_position(Positions& s, u32* counter, const QueuePlace& place
     }
 }
 
-// The queue of tile indices from the tile scheduler of a block to its other roles: the loader, the warp that loads scales into slots, if
-// there is one, and the warps that multiply.  `full` completes when an index has been queued, `empty` when all roles are done with its
-// tile. Empty where the order is not dynamic.
-template <GemmConfig c, bool = c.dynamic>
-struct IndexQueue {
-    MOECOMM_FN void init() {}
-};
+// The queue from the tile scheduler of a block to its other roles: the loader, the warp that loads scales into slots, if there is one, the
+// warps that widen weights, if there are any, and the warps that multiply.  `full` completes when a tile has been queued, `empty` when all
+// roles are done with it.
 template <GemmConfig c>
-struct IndexQueue<c, true> {
+struct SharedQueue {
     Positions positions;
     u64 full[kQueued], empty[kQueued];
-    i32 indices[kQueued];
 
     MOECOMM_FN void init() {
         positions.init();
         for (i32 i = 0; i < kQueued; ++i) {
             barrier_init(&full[i], 1);
-            barrier_init(&empty[i], 1 + (c.has_slot_scales() ? 1 : 0) + kMathGroups * kWarpgroup / kWarp);
+            barrier_init(&empty[i], 1 + (c.has_slot_scales() ? 1 : 0) + (c.threads() - kWarpgroup) / kWarp);
         }
     }
+};
+// With a dynamic order it holds indices of tiles.  Where weights are widened it holds tiles, also in a static order: no other role has
+// registers for a TileWalk.  Else it is empty.
+template <GemmConfig c, bool = c.dynamic, bool = c.widens()>
+struct IndexQueue {
+    MOECOMM_FN void init() {}
+};
+template <GemmConfig c>
+struct IndexQueue<c, true, false> : SharedQueue<c> {
+    i32 indices[kQueued];
+};
+template <GemmConfig c, bool dynamic>
+struct IndexQueue<c, dynamic, true> : SharedQueue<c> {
+    Tile tiles[kQueued];  // no rows: there are no more
 };
 
 }  // namespace moecomm

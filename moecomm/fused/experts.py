@@ -63,7 +63,8 @@ def apply_experts(
         say_once(of.slow, lacks)
     if of.packed > 1 and of.quantize is None and (lacks or not on_gpu):
         how = {"interleaved": interleaved, "expected_rows": expected_rows, "activation": activation, "biases": biases}
-        return apply_experts(PLAIN, x, of.widen(w13), of.widen(w2), counts, **how, out=out)
+        wide = [of.widen(w, of.packed * w[0].shape[2]) for w in (w13, w2)]
+        return apply_experts(PLAIN, x, wide[0], wide[1], counts, **how, out=out)
     if lacks:
         inner = multiply_by_torch((x, scales), w13, counts, dtype, interleaved, activation, biases[0])
         rows = of.cast(inner, x.dtype) if of.casts else inner
@@ -79,7 +80,7 @@ def apply_experts(
         rows = x if scales is None else (x, scales)
         made = inner if of_inner is None else Fp8(inner, of_inner)
         if of.packed > 1:
-            w13, w2 = of.widen(w13)[:, :, : x.shape[1]], of.widen(w2)[:, :, :intermediate]
+            w13, w2 = of.widen(w13, x.shape[1]), of.widen(w2, intermediate)
         reference.grouped_gemm(rows, w13, counts, **how, activation=activation, out=made, bias=biases[0])
         rows = of.cast(inner, x.dtype) if of.casts else made
         reference.grouped_gemm(rows, w2, counts, **how, activation=None, out=y, bias=biases[1])

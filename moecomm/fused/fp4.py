@@ -84,7 +84,10 @@ class _Packed(WeightFormat):
     packed = 2
     tuned_as = torch.uint8
     unfused = "weights have four bits"
-    widen = staticmethod(dequantize)
+
+    @staticmethod
+    def widen(w: Any, depth: int) -> torch.Tensor:
+        return dequantize(w)
 
     def check(self, rounds: Rounds, w13: Any, w2: Any, interleaved: bool) -> tuple[Any, Any]:
         name, group, kind = self.name, self.group, self.kind

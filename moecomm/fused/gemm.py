@@ -110,8 +110,8 @@ def grouped_gemm(
             `moecomm.fused.quantize_weights`.  Or with scales of channels, `[E, N]` (in the row order of w), or of
             matrices, `[E]`; these also of int8 values.  See `moecomm.fused.quantize_channels`.  Or an `Mxfp4` or
             `Nvfp4` (or any tuple alike), beside bfloat16 rows: the bits of the bfloat16 weights that it stands for.
-            `Nvfp4` is widened to these weights in every call.  Or a `PackedMxfp4` beside FP8 rows: sums as those of FP8
-            weights, each times a power of two.
+            `Nvfp4` is widened to these weights in every call.  Or a `PackedMxfp4` beside FP8 rows: the bits of
+            the FP8 weights that it stands for.
         tokens_per_expert: int32 `[E]`, on the device of x and read there: rows of each expert, valid ones first.  On
             CPUs, counts that are negative or exceed the rows are bad input; on GPUs such groups are cut.
         alignment: layout "expert": each expert's rows begin at a multiple of it, `expert_alignment` of the dispatch.
@@ -150,13 +150,14 @@ def grouped_gemm(
     w = as_packed(w)
     if (of := format_of(w)) is NVFP4:  # no kernel reads it
         of.check_parts("w", w)
-        of, w = PLAIN, of.widen(w)
+        of, w = PLAIN, of.widen(w, of.packed * w[0].shape[2])
     given = check_operands(x, w, of, tokens_per_expert, alignment, activation, interleaved, bias)
     gated = None if activation is None else check_activation(activation, activation_limit, activation_alpha)
     if expected_rows is not None:
         check_integer("expected_rows", expected_rows, 0)
     if schedule is not None:
-        schedules.check_schedule(tiled_as(given.x.dtype, given.by_channel), schedule, given.mxfp4)
+        tiled = tiled_as(given.x.dtype, given.by_channel)
+        schedules.check_schedule(tiled, schedule, given.mxfp4 or given.packed)
     product, scales = result(given, activation, out, out_dtype, quantize)
     returned = product if scales is None else Fp8(product, scales)
     if out is not None:
@@ -167,7 +168,7 @@ def grouped_gemm(
         if given.by_channel and given.x_scales is not None and given.w_scales is not None:  # of the usual shapes
             x, w = (given.x, given.x_scales), (given.w, given.w_scales)
         elif of.packed > 1:
-            w = of.widen(w)[:, :, : given.x.shape[-1]]
+            w = of.widen(w, given.x.shape[-1])
         reference.grouped_gemm(x, w, tokens_per_expert, **how, out=returned)
         return returned
     _want_hopper(product.device.index)
@@ -286,17 +287,15 @@ def _launch_of(
     used = activation or SWIGLU
     units = kernels.multiprocessors(device)
     if schedule is None:
-        groups, columns, depth = given.w.shape
+        groups, columns, _ = given.w.shape
         if given.mxfp4:
-            if given.x_scales is None:
-                schedule = schedules.mxfp4_schedule(expected_rows, groups, columns, units)
-            else:
-                schedule = schedules.PACKED_SCHEDULE
+            schedule = schedules.mxfp4_schedule(expected_rows, groups, columns, units)
         else:
             tiled = tiled_as(dtype, given.by_channel)
-            depth = depth * dtype.itemsize // tiled.itemsize  # as many bytes
+            depth = given.x.shape[-1] * dtype.itemsize // tiled.itemsize  # as many bytes
             name = kernels.gpu_name(device)
             schedule = schedules.schedule_of(tiled, expected_rows, groups, columns, depth, units, name)
+            schedule = schedules.packed_as(schedule) if given.packed else schedule
     args = arguments(given, apart, out.data_ptr(), out_scales, schedule, alignment, used)
     blocks = units // schedule.cluster * schedule.cluster * schedule.blocks_per_sm
     epilogue = kernels.Epilogue(used.name, given.bias is not None, given.by_channel)
@@ -357,7 +356,7 @@ def arguments_at(
         x_shape: sizes of x, `[rows, K]` or `[groups, rows of a group, K]`.
         x_strides: of x, in elements; None: contiguous.
         dtype: of x and w; beside MXFP4 weights that of x.
-        w_shape: sizes of w.
+        w_shape: sizes of w, as it is packed.
         scales: in FP8 and MXFP4 the addresses of those of x, w and the product (0: none), and strides of those of x.
         apart, schedule, alignment, activation: see arguments().
         bias: address of the bias; 0: none.
@@ -366,11 +365,13 @@ def arguments_at(
     x, w, counts, out = at
     (groups, columns, _), depth, rows = w_shape, x_shape[-1], math.prod(x_shape[:-1])
     tiled = tiled_as(dtype, by_channel)
-    w_dtype, w_bytes = (torch.uint8, kernels.PACKED_ROW_BYTES) if mxfp4 else (dtype, kernels.SLOT_ROW_BYTES)
-    if mxfp4 and dtype == kernels.FP8:
-        w_shape = (groups, columns, 4 * w_shape[2])  # bytes
+    packed = schedule.packed_stages > 0
+    of_bytes = mxfp4 or packed
+    w_dtype, w_bytes = (torch.uint8, kernels.PACKED_ROW_BYTES) if of_bytes else (dtype, kernels.SLOT_ROW_BYTES)
+    if packed:
+        w_shape = (groups, columns, torch.int32.itemsize * w_shape[2])
     args = struct("GemmArgs")(
-        w=_weight_map(w, w_shape, w_dtype, apart, block_columns(tiled), w_bytes),
+        w=_weight_map(w, w_shape, w_dtype, apart, block_columns(tiled), w_bytes, not packed),
         out=out,
         counts=counts,
         columns=columns,
@@ -417,12 +418,20 @@ def tiled_as(dtype: torch.dtype, by_channel: bool) -> torch.dtype:
     return torch.bfloat16 if by_channel else dtype
 
 
-def _weight_map(w: int, shape: tuple[int, ...], dtype: torch.dtype, apart: bool, columns: int, row_bytes: int) -> Any:
+def _weight_map(
+    w: int,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    apart: bool,
+    columns: int,
+    row_bytes: int,
+    swizzled: bool,
+) -> Any:
     if apart:
         matrix, strides, boxes = split_map(shape, dtype, columns, row_bytes)
-        return tensor_maps.encode(w, matrix, dtype, boxes, strides)
+        return tensor_maps.encode(w, matrix, dtype, boxes, strides, swizzled)
     box = (1, columns, row_bytes // dtype.itemsize)
-    return tensor_maps.encode(w, tuple(shape), dtype, box)
+    return tensor_maps.encode(w, tuple(shape), dtype, box, None, swizzled)
 
 
 def split_map(

@@ -17,6 +17,7 @@ from moecomm.gpu.plain_kernel import PlainKernel
 
 _CONSTANTS = _native.fused_constants()
 THREADS, MOST_GROUPS = _CONSTANTS["gemm_threads"], _CONSTANTS["most_groups"]
+WIDENING_THREADS = _CONSTANTS["widening_threads"]
 SLOT_ROW_BYTES, PACKED_ROW_BYTES = _CONSTANTS["slot_row_bytes"], _CONSTANTS["packed_row_bytes"]
 LEAST_COUNTED, PUBLISH_THREADS = _CONSTANTS["least_counted"], _CONSTANTS["publish_threads"]
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}  # dtypes of unquantized products
@@ -80,11 +81,11 @@ def gemm_config(
         dtype: of x and w; beside MXFP4 weights that of x.
         gated, apart, schedule, epilogue: see the fields of GemmConfig.
         out: dtype of the product, default `dtype`.
-        mxfp4: the weights are packed MXFP4.
+        mxfp4: the weights are MXFP4, beside bfloat16.
     """
     fields: dict[str, str | bool | int] = {"type": f"Type::{NAMES[dtype]}", "out": f"Type::{NAMES[out or dtype]}"}
     fields |= {"gated": gated, "apart": apart, **dataclasses.asdict(schedule)}
-    del fields["dynamic"]  # the last field of GemmConfig
+    del fields["dynamic"], fields["packed_stages"]  # the last fields of GemmConfig
     if schedule.blocks_per_sm == 1:
         del fields["blocks_per_sm"]
     fields |= {**epilogue._asdict(), "activation": f"Activation::{epilogue.activation}"}
@@ -92,6 +93,7 @@ def gemm_config(
     if dtype is torch.int8:
         fields["integers"] = True
     fields |= {"dynamic": True} if schedule.dynamic else {}
+    fields |= {"packed_stages": schedule.packed_stages} if schedule.packed_stages else {}
     written = (f".{name} = {str(v).lower() if isinstance(v, bool) else v}" for name, v in fields.items())
     return f"GemmConfig{{{', '.join(written)}}}"
 
@@ -109,9 +111,15 @@ def gemm_kernel(
     """Return the grouped GEMM kernel; arguments as in gemm_config()."""
     entry = f"grouped_gemm<{gemm_config(dtype, gated, apart, schedule, out, epilogue, mxfp4)}>"
     scaled = dtype == FP8 and not epilogue.channel_scales
-    shared = _native.gemm_shared_bytes(scaled, schedule.most_rows, schedule.stages, mxfp4, schedule.dynamic)
-    about = ("gemm/gemm", entry, "GemmArgs", THREADS)
+    sizes = (schedule.most_rows, schedule.stages, mxfp4, schedule.dynamic, schedule.packed_stages)
+    shared = _native.gemm_shared_bytes(scaled, *sizes)
+    about = ("gemm/gemm", entry, "GemmArgs", threads(schedule))
     return SharedKernel(*about, cluster=schedule.cluster, shared=shared, resident=schedule.blocks_per_sm)
+
+
+def threads(schedule: Schedule) -> int:
+    """Return the threads of a block: one warpgroup more widens packed weights."""
+    return THREADS + (WIDENING_THREADS if schedule.packed_stages else 0)
 
 
 def unfit(columns: int, depth: int, fp8: bool, gated: bool, interleaved: bool) -> str:

@@ -40,8 +40,13 @@ class Operands(NamedTuple):
 
     @property
     def mxfp4(self) -> bool:
-        """Return whether w is MXFP4: beside bfloat16 bytes of an Mxfp4, beside FP8 words of a PackedMxfp4."""
-        return self.w.dtype in (torch.uint8, torch.int32)
+        """Return whether w is MXFP4, beside bfloat16 rows."""
+        return self.w.dtype is torch.uint8
+
+    @property
+    def packed(self) -> bool:
+        """Return whether w is packed MXFP4, beside FP8 rows."""
+        return self.w.dtype is torch.int32
 
 
 def check_operands(
@@ -95,7 +100,7 @@ def check_operands(
                 check_memory(argument, tensor)
     if x.dtype not in (*kernels.TYPES, kernels.FP8) and not (x.dtype is torch.int8 and by_channel):
         raise Unsupported(f"a grouped GEMM of {x.dtype}: want torch.bfloat16 or torch.float16, or Fp8")
-    in_blocks = by_channel or packed or interleaved  # gate and up rows share no scale
+    in_blocks = by_channel or (packed and of is not PACKED_MXFP4) or interleaved  # gate and up rows share no scale
     if why := kernels.unfit(columns, depth, x.dtype.itemsize == 1, activation is not None, in_blocks):
         raise Unsupported(f"w {tuple(w.shape)}: {why}")
     if w.shape[0] > kernels.MOST_GROUPS:

@@ -1,10 +1,11 @@
-"""MXFP4 weights packed for FP8 rows: the tensor cores multiply them as e4m3."""
+"""MXFP4 weights packed for FP8 rows: FP8 weights in four bits."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from moecomm.base.arrays import check_tensor, has_memory
 from moecomm.base.choices import Quantize
@@ -12,15 +13,16 @@ from moecomm.dispatch.reference import GROUP
 from moecomm.errors import BadInput, Unsupported
 from moecomm.fused import kernels
 from moecomm.fused.fp4 import MXFP4, Mxfp4
+from moecomm.fused.fp8 import Fp8
 from moecomm.fused.weight_format import WeightFormat, check_begin, described, not_hopper
 from moecomm.rounds.rounds import Rounds
 
 _MX_GROUP, _GROUPS = 32, 4  # columns that share a scale; such groups of 128 columns
-_LANES, _VALUES = 4, 8  # lanes that share a row; values of a word
-_MOST_RISE = 11  # kLowTable and kHighTable of csrc/gemm/packed_scaled.cuh, times 2^11, are at most 6 * 2^6 = 384
-_LEAST_EXPONENT = -5  # of a group with rise 0
+_WORDS, _VALUES = 16, 8  # words of 128 columns; values of a word
+_MOST_RISE, _NAN_RISE = 14, 15  # of a group: its values are e2m1 * 2^(rise - 8), at most 6 * 2^6 = 384
+_OF_RISE = 8  # so much is subtracted from a rise
 _NAN = 255
-# Bits of the magnitude and of the sign of each of the 8 values of a word: see packed_scaled.cuh.
+# Bits of the magnitude and of the sign of each of the 8 values of a word: see csrc/gemm/widen.cuh.
 _MAGNITUDES = tuple(4 * i for i in range(_VALUES))
 _SIGNS = (7, 15, 23, 31, 3, 11, 19, 27)
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -28,12 +30,15 @@ _OF_HALVES = (0, 1, 2, 3, 4, 4, 5)  # code of a magnitude up to 3, by its multip
 
 
 class PackedMxfp4(NamedTuple):
-    """MXFP4 weights in the order of the FP8 tensor cores; `pack_mxfp4` makes them.
+    """FP8 weights in four bits, for FP8 rows; `pack_mxfp4` makes them of MXFP4 weights.
+
+    They stand for e4m3 values with a scale for each 128 rows and 128 columns (see `Fp8`), and products have the bits of
+    those of such weights.
 
     Attributes:
         data: int32 `[experts, N, 16 * ceil(K / 128)]`, eight values each.
-        scales: int32 `[experts, ceil(K / 128), N]`, one for 128 columns of a row: a power of two, and four smaller ones
-            for 32 columns each, relative to it.
+        scales: int32 `[experts, ceil(K / 128), N]`, one for 128 columns of a row: the scale of its block, a power of
+            two, and four powers of two for 32 columns each, relative to it.
     """
 
     data: torch.Tensor
@@ -44,12 +49,9 @@ class PackedMxfp4(NamedTuple):
 def pack_mxfp4(w: tuple[torch.Tensor, torch.Tensor]) -> PackedMxfp4:
     """Pack MXFP4 weights for FP8 rows.  Do it once, when weights are loaded.
 
-    They are for few rows an expert, as in decoding.  From 64 rows an expert on, FP8 weights are as fast or faster.
-
-    No value changes if no scale is below 2^-11 of the largest scale of the same row and 128 columns.  Values of smaller
-    scales are rounded to multiples of 2^-12 of that largest scale, half to even: the error is at most 2^-13 of it.
-    Groups of 32 columns that are 0 do not count.  A scale of 255 (NaN) makes all sums NaN that its 128 columns are part
-    of.
+    No value changes if no scale is below 2^-14 of the largest scale of the same block of 128 rows and 128 columns.
+    Values of smaller scales are rounded to multiples of 2^-15 of that largest scale, half to even: the error is at most
+    2^-16 of it.  Groups of 32 columns that are 0 do not count.  A scale of 255 (NaN) makes all sums of its row NaN.
 
     Args:
         w: `moecomm.fused.Mxfp4`, or such a pair.
@@ -69,7 +71,7 @@ def pack_mxfp4(w: tuple[torch.Tensor, torch.Tensor]) -> PackedMxfp4:
     w = Mxfp4(*(tensor.resolve_neg() for tensor in w))
     experts, rows, half = w.data.shape
     steps = -(-2 * half // GROUP)
-    data = torch.zeros(experts, rows, steps * _GROUPS * _LANES, dtype=torch.int32, device=w.data.device)
+    data = torch.empty(experts, rows, steps * _WORDS, dtype=torch.int32, device=w.data.device)
     scales = torch.empty(experts, steps, rows, dtype=torch.int32, device=w.data.device)
     for expert in range(experts):  # one matrix at a time, for the codes
         _pack(w.data[expert], w.scales[expert].view(torch.uint8), data[expert], scales[expert])
@@ -85,53 +87,52 @@ def _pack(values: torch.Tensor, of_values: torch.Tensor, data: torch.Tensor, sca
     exponents = torch.zeros(rows, steps * _GROUPS, dtype=torch.int32, device=device)
     exponents[:, : of_values.shape[1]] = of_values
     exponents = exponents.view(rows, steps, _GROUPS)
-    is_nan = (exponents == _NAN).any(dim=2)
-    codes.masked_fill_(is_nan[:, :, None, None], 0)
-    counts = ((codes & 7) != 0).any(dim=3) & ~is_nan[:, :, None]
-    largest = torch.where(counts, exponents, 0).amax(dim=2)
-    base = (largest - _MOST_RISE - _LEAST_EXPONENT).clamp(min=1)
-    rise = torch.where(counts, exponents - base[:, :, None] - _LEAST_EXPONENT, 0)
+    is_nan = exponents == _NAN
+    counts = ((codes & 7) != 0).any(dim=3) & ~is_nan
+    # Exponents of the factors, biased as a float's: of a normal number, also below the smallest scale, 2^-127.
+    largest = pad(torch.where(counts, exponents, 0).amax(dim=2), (0, 0, 0, -rows % GROUP))
+    factor = (largest.view(-1, GROUP, steps).amax(dim=1) - (_MOST_RISE - _OF_RISE)).clamp(min=1)
+    factor = factor.repeat_interleave(GROUP, dim=0)[:rows]
+    rise = torch.where(counts, exponents - factor[:, :, None] + _OF_RISE, 0)
     if bool((rise < 0).any()):
         lower = torch.exp2(rise.clamp(max=-1).float())[..., None]  # where rise is negative, the only values that count
         wide = torch.tensor(_E2M1, device=device)[(codes & 7).int()] * lower
         halves = torch.tensor(_OF_HALVES, dtype=torch.uint8, device=device)[(2 * wide).round().int()]
         codes = torch.where((rise < 0)[..., None], codes & 8 | halves, codes)
         rise = rise.clamp(min=0)
-    base = torch.where(is_nan, _NAN, base)
-    word = (base & 15) << 20 | (base >> 4) << 28
+    rise = torch.where(is_nan, _NAN_RISE, rise)
+    word = factor << 23
     for group in range(_GROUPS):
-        word |= rise[:, :, group] << 8 * group
+        word |= rise[:, :, group] << 4 * group
     scales.copy_(word.T)
-    # [rows, steps, groups, half of a group, lane, 4] -> [rows, steps, lane, group, 8]
-    of_lanes = codes.view(rows, steps, _GROUPS, 2, _LANES, 4).permute(0, 1, 4, 2, 3, 5).reshape(rows, -1, _VALUES).int()
-    word = torch.zeros(of_lanes.shape[:-1], dtype=torch.int32, device=device)
+    of_words = codes.view(rows, -1, _VALUES).int()
+    word = torch.zeros(of_words.shape[:-1], dtype=torch.int32, device=device)
     for i in range(_VALUES):
-        word |= (of_lanes[:, :, i] & 7) << _MAGNITUDES[i] | (of_lanes[:, :, i] >> 3) << _SIGNS[i]
+        word |= (of_words[:, :, i] & 7) << _MAGNITUDES[i] | (of_words[:, :, i] >> 3) << _SIGNS[i]
     data.copy_(word)
 
 
-def dequantize(w: tuple[torch.Tensor, torch.Tensor], depth: int | None = None) -> torch.Tensor:
-    """Return packed weights in bfloat16, `[experts, N, K]`, K the next multiple of 128, or `depth`.
-
-    Exact, also where the result is subnormal.  Values of 2^128 and more become infinite.
-    """
+def unpack(w: tuple[torch.Tensor, torch.Tensor], depth: int | None = None) -> Fp8:
+    """Return the FP8 weights that packed ones stand for, `[experts, N, K]`, K the next multiple of 128, or `depth`."""
     (words, of_words), (experts, rows, _) = w, w[0].shape
-    steps = of_words.shape[1]
-    out = torch.empty(experts, rows, steps * GROUP, dtype=torch.bfloat16, device=words.device)
-    magnitudes = torch.tensor(_E2M1, device=words.device)
+    steps, device = of_words.shape[1], words.device
+    depth = steps * GROUP if depth is None else depth
+    data = torch.empty(experts, rows, depth, dtype=torch.float8_e4m3fn, device=device)
+    rises = torch.arange(_MOST_RISE + 1, device=device) - _OF_RISE
+    table = torch.tensor(_E2M1, device=device) * torch.exp2(rises.float())[:, None]
+    of_nan = torch.full_like(table[:1], float("nan"))
+    magnitudes = torch.cat((table, of_nan)).to(torch.float8_e4m3fn).view(torch.uint8)  # of a rise
     for expert in range(experts):
-        data, scales = words[expert], of_words[expert].T
-        base = (scales >> 20 & 15) | (scales >> 28 & 15) << 4
-        values = [
-            torch.where((data >> _SIGNS[i] & 1) != 0, -1.0, 1.0) * magnitudes[data >> _MAGNITUDES[i] & 7]
+        matrix, scales = words[expert].view(rows, steps * _GROUPS, _VALUES // 2), of_words[expert].T
+        rise = torch.stack([scales >> 4 * group & 15 for group in range(_GROUPS)], dim=-1).view(rows, -1, 1)
+        columns = [
+            magnitudes[rise, matrix >> _MAGNITUDES[i] & 7] | (matrix >> _SIGNS[i] & 1).to(torch.uint8) << 7
             for i in range(_VALUES)
         ]
-        wide = torch.stack(values, dim=-1).view(rows, steps, _LANES, _GROUPS, 2, 4).permute(0, 1, 3, 4, 2, 5)
-        rise = torch.stack([scales >> 8 * group & 15 for group in range(_GROUPS)], dim=-1) + _LEAST_EXPONENT
-        wide = wide.reshape(rows, steps, _GROUPS, _MX_GROUP) * torch.exp2(rise.float())[..., None]
-        factor = (base << 23).view(torch.float32)  # 255: infinity, times 0
-        out[expert].copy_((wide * factor[..., None, None]).reshape(rows, -1))
-    return out if depth is None else out[:, :, :depth]
+        wide = torch.stack(columns, dim=-1).view(rows, -1)
+        data[expert].view(torch.uint8).copy_(wide[:, :depth])
+    factors = (of_words[:, :, ::GROUP] & -(1 << 16)).view(torch.float32)
+    return Fp8(data, factors.transpose(1, 2).contiguous())
 
 
 class _PackedMxfp4(WeightFormat):
@@ -140,7 +141,7 @@ class _PackedMxfp4(WeightFormat):
     product = kernels.FP8
     tuned_as = torch.uint8
     unfused = "weights have four bits"
-    widen = staticmethod(dequantize)
+    widen = staticmethod(unpack)
 
     def check(self, rounds: Rounds, w13: Any, w2: Any, interleaved: bool) -> tuple[Any, Any]:
         for argument, w in (("w13", w13), ("w2", w2)):
@@ -184,7 +185,7 @@ class _PackedMxfp4(WeightFormat):
             if tensor.dtype is not torch.int32 or tensor.dim() != 3 or tensor.device != data.device:
                 raise BadInput(argument, f"{tuple(tensor.shape)} of {tensor.dtype}", "int32 of three dimensions")
         experts, rows, words = data.shape
-        if words % (_GROUPS * _LANES) or scales.shape != (experts, words // (_GROUPS * _LANES), rows):
+        if words % _WORDS or scales.shape != (experts, words // _WORDS, rows):
             got = f"values {tuple(data.shape)} and scales {tuple(scales.shape)}"
             raise BadInput(argument, got, "[experts, N, 16 ceil(K / 128)] and [experts, ceil(K / 128), N]")
 
@@ -193,7 +194,7 @@ PACKED_MXFP4 = _PackedMxfp4()
 
 
 def _words(depth: int) -> int:
-    return -(-depth // GROUP) * _GROUPS * _LANES
+    return -(-depth // GROUP) * _WORDS
 
 
 def _lacks(rounds: Rounds, local: int, hidden: int, intermediate: int) -> str:

@@ -61,6 +61,7 @@ class Schedule:
         blocks_per_sm: resident blocks of a multiprocessor; 2 with MXFP4 weights only.
         dynamic: clusters take their tiles from a counter, not every n-th; of a grouped GEMM alone, since the tiles of
             fused layers have an order of their own.
+        packed_stages: with packed MXFP4 weights beside FP8 rows only, slots of the ring of these weights.
     """
 
     row_unit: int
@@ -70,12 +71,14 @@ class Schedule:
     swapped: bool = True
     blocks_per_sm: int = 1
     dynamic: bool = False
+    packed_stages: int = 0
 
     def __post_init__(self) -> None:
         check_sizes(row_unit=self.row_unit, most_rows=self.most_rows, stages=self.stages, cluster=self.cluster)
         check_sizes(blocks_per_sm=self.blocks_per_sm)
         check_flag("swapped", self.swapped)
         check_flag("dynamic", self.dynamic)
+        check_integer("packed_stages", self.packed_stages, 0)
         if self.dynamic and self.cluster > 2:
             raise BadInput("cluster", self.cluster, "1 or 2 blocks, where tiles have a dynamic order")
 
@@ -109,10 +112,27 @@ MXFP4_SCHEDULES = {
     "160x3c1": Schedule(row_unit=16, most_rows=160, stages=3, cluster=1),
     "192x3c1": Schedule(row_unit=32, most_rows=192, stages=3, cluster=1),
 }
-# MXFP4 weights beside FP8 rows.  Tiles of 96 and 128 rows, and two blocks a multiprocessor, were slower on an H200,
-# with the matrices of gpt-oss-120b and DeepSeek-V3.
-PACKED_SCHEDULE = Schedule(row_unit=16, most_rows=64, stages=8, cluster=1)
-PACKED_SCHEDULES = {"64x8c1": PACKED_SCHEDULE}
+# Packed MXFP4 weights beside FP8 rows: weights wait in slots of their own, as many as there is memory for beside x
+# slots of FP8.
+PACKED_SCHEDULES = {
+    "64x2c1": Schedule(row_unit=16, most_rows=64, stages=2, cluster=1, packed_stages=7),
+    "64x3c1": Schedule(row_unit=16, most_rows=64, stages=3, cluster=1, packed_stages=5),
+    "64x4c1": Schedule(row_unit=16, most_rows=64, stages=4, cluster=1, packed_stages=2),
+    "64x3c2": Schedule(row_unit=16, most_rows=64, stages=3, cluster=2, packed_stages=5),
+    "128x3c1": Schedule(row_unit=16, most_rows=128, stages=3, cluster=1, packed_stages=3),
+    "128x2c1r": Schedule(row_unit=64, most_rows=128, stages=2, cluster=1, swapped=False, packed_stages=6),
+    "128x3c1r": Schedule(row_unit=64, most_rows=128, stages=3, cluster=1, swapped=False, packed_stages=3),
+    "128x3c1rd": Schedule(
+        row_unit=64, most_rows=128, stages=3, cluster=1, swapped=False, dynamic=True, packed_stages=3
+    ),
+}
+_PACKED_AS = {
+    "64x5c1": "64x3c1",
+    "64x5c2": "64x3c2",
+    "128x4c1": "128x3c1",
+    "128x4c1r": "128x3c1r",
+    "128x4c1rd": "128x3c1rd",
+}
 FP8_BAND = 2 * BAND  # row tiles are half as high
 
 
@@ -175,8 +195,13 @@ def mxfp4_schedule(expected_rows: int, groups: int, columns: int, multiprocessor
     return MXFP4_SCHEDULES["192x3c1"]
 
 
+def packed_as(schedule: Schedule) -> Schedule:
+    """Return the schedule for packed MXFP4 weights where that of FP8 weights is `schedule`, one of FP8_SCHEDULES."""
+    return next(PACKED_SCHEDULES[name] for of, name in _PACKED_AS.items() if FP8_SCHEDULES[of] == schedule)
+
+
 def check_schedule(dtype: torch.dtype, schedule: Schedule, mxfp4: bool = False) -> None:
-    """Raise BadInput if `schedule` does not exist for x of `dtype` and w of the same, or in MXFP4."""
+    """Raise BadInput if `schedule` does not exist for x of `dtype` and w of the same, or in MXFP4, packed or not."""
     is_one = isinstance(schedule, Schedule)
     if mxfp4 and dtype == torch.float8_e4m3fn:
         if not (is_one and schedule in PACKED_SCHEDULES.values()):
@@ -188,7 +213,9 @@ def check_schedule(dtype: torch.dtype, schedule: Schedule, mxfp4: bool = False) 
         return
     if dtype == torch.float8_e4m3fn and not (is_one and schedule in FP8_SCHEDULES.values()):
         raise BadInput("schedule", repr(schedule), "one of FP8_SCHEDULES")
-    if dtype != torch.float8_e4m3fn and not (is_one and schedule.swapped and schedule.blocks_per_sm == 1):
+    if dtype != torch.float8_e4m3fn and not (
+        is_one and schedule.swapped and schedule.blocks_per_sm == 1 and schedule.packed_stages == 0
+    ):
         raise BadInput("schedule", repr(schedule), "one of SCHEDULES")
 
 

@@ -27,10 +27,11 @@ def parameters(
     dtype: torch.dtype,
     box: tuple[int, ...],
     strides: tuple[int, ...] | None = None,
+    swizzled: bool = True,
 ) -> tuple[str, int, int, list[int], list[int], list[int], list[int]]:
     """Return the arguments of cuTensorMapEncodeTiled: fastest dimension first, strides in bytes.
 
-    Boxes have the swizzle of their rows' 128 or 64 bytes; elements outside of the matrix read as 0.
+    Elements outside of the matrix read as 0.
 
     Args:
         address: device address of the matrix.
@@ -38,6 +39,7 @@ def parameters(
         dtype: of the elements.
         box: sizes of a box, at most 256 each; its fastest dimension has 128 or 64 bytes.
         strides: in elements, the last of them 1; default: contiguous.
+        swizzled: boxes have the swizzle of their rows' 128 or 64 bytes, not none.
     """
     assert len(shape) == len(box) and box[-1] * dtype.itemsize in (64, 128) and max(box) <= 256
     if strides is None:
@@ -53,13 +55,15 @@ def encode(
     dtype: torch.dtype,
     box: tuple[int, ...],
     strides: tuple[int, ...] | None = None,
+    swizzled: bool = True,
 ) -> Any:
     """Return the TensorMap of a matrix; arguments as in parameters().  Raises DriverError.
 
     A map depends on its arguments alone, so a cached map of freed memory does no harm.
     """
     driver = cuda_driver.driver()
-    kind, rank, address, dims, stride_bytes, boxes, steps = parameters(address, shape, dtype, box, strides)
+    kind, rank, address, dims, stride_bytes, boxes, steps = parameters(address, shape, dtype, box, strides, swizzled)
+    swizzle = f"{box[-1] * dtype.itemsize}B" if swizzled else "NONE"
     encoded = cuda_driver.call(
         "cuTensorMapEncodeTiled",
         getattr(driver.CUtensorMapDataType, kind),
@@ -70,7 +74,7 @@ def encode(
         [driver.cuuint32_t(n) for n in boxes],
         [driver.cuuint32_t(n) for n in steps],
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{box[-1] * dtype.itemsize}B"),
+        getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{swizzle}"),
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )

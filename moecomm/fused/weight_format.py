@@ -72,8 +72,8 @@ class WeightFormat:
         raise NotImplementedError
 
     @staticmethod
-    def widen(w: Any) -> torch.Tensor:
-        """Return the weights that packed ones stand for, as tensors.  For packed formats."""
+    def widen(w: Any, depth: int) -> Any:
+        """Return the weights `[experts, N, depth]` that packed ones stand for: tensors, or FP8.  For packed formats."""
         raise NotImplementedError
 
     def check_parts(self, argument: str, w: Any) -> None:

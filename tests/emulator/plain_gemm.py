@@ -15,6 +15,7 @@ BODIES: dict[str, dict[str, str]] = {
         "bulk_load": "emulator::require_no_barriers(*emulator::emulator_thread->of_block, emulator::offset_of(to), "
         f"bytes); {plain.COPY} for (u32 left = threadIdx.x / kWarp % 7 * 16; left != 0; --left) "
         "emulator::emulator_yield(); emulator::bring(*barrier, 1, 0);",
+        "bulk_load_both": "bulk_load(to, from, bytes, barrier); memcpy(to_too, from_too, bytes_too);",
         # A group each, written when it must have been.
         "bulk_store": "emulator::store_later(to, from, bytes);",
         "bulk_wait": "emulator::finish_stores(groups);",
@@ -47,12 +48,11 @@ BODIES: dict[str, dict[str, str]] = {
     "gemm/mxfp4.cuh": {
         "multiply_pairs": "u32 out = 0; for (i32 half = 0; half < 32; half += 16) out |= host::Bf16::round("
         "__uint_as_float(a >> half << 16) * __uint_as_float(b >> half << 16)) << half; return out;",
-        "load_shared_words": "uint2 v; memcpy(&v, emulator::shared_at(address), 8); return v;",
     },
-    "gemm/packed_scaled.cuh": {
+    "gemm/widen.cuh": {
         "look_up": "return __byte_perm(low, high, places);",
         "load_shared_word": "u32 v; memcpy(&v, emulator::shared_at(address), 4); return v;",
-        "load_four_scales": "memcpy(emulator::shared_at(to), from, 16);",
+        "store_shared": "memcpy(emulator::shared_at(address), &v, 16);",
     },
     "gemm/scaled.cuh": {
         "load_shared_pair": "float2 v; memcpy(&v, emulator::shared_at(address), 8); return v;",
@@ -97,6 +97,7 @@ BODIES: dict[str, dict[str, str]] = {
     "gemm/epilogue.cuh": {
         "store_turned": "emulator::store_turned(address, {m0, m1, m2, m3});",
         "load_shared": "uint4 v; memcpy(&v, emulator::shared_at(address), 16); return v;",
+        "load_shared_words": "uint2 v; memcpy(&v, emulator::shared_at(address), 8); return v;",
     },
 }
 TEXTS: dict[str, list[tuple[str, str]]] = {

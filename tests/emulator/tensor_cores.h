@@ -66,7 +66,7 @@ inline void bring(unsigned long long& barrier, int arrivals, long long bytes) {
 inline unsigned swizzled(unsigned place) { return place ^ (place >> 7 & 7) << 4; }
 inline unsigned swizzled_64(unsigned place) { return place ^ (place >> 7 & 3) << 4; }  // rows of 64 bytes
 
-// A TensorMap as test_grouped_gemm.py makes it.
+// A TensorMap as gemm_machine.py makes it; bit 16 of the last word: no swizzle.
 struct Map {
     std::uint64_t address, dims[5], strides[4], box[5], rank_and_size;
 };
@@ -78,7 +78,8 @@ inline void load_box(unsigned to, const void* map, const int (&at)[5], const voi
     const unsigned row_bytes = m.box[0] * size;
     unsigned rows = 1;
     for (int d = 1; d < rank; ++d) rows *= m.box[d];
-    if (to % 1024 != 0 || (row_bytes != 128 && row_bytes != 64)) __builtin_trap();
+    const bool plain = (m.rank_and_size >> 16 & 1) != 0;
+    if (to % (plain ? 128 : 1024) != 0 || (row_bytes != 128 && row_bytes != 64)) __builtin_trap();
     for (int block = first; block < first + count; ++block) {
         unsigned char* const shared = of_cluster(cluster, block)->shared;
         require_no_barriers(*of_cluster(cluster, block), to, rows * row_bytes);
@@ -94,8 +95,8 @@ inline void load_box(unsigned to, const void* map, const int (&at)[5], const voi
             }
             const std::int64_t columns = inside ? static_cast<std::int64_t>(m.dims[0]) - at[0] : 0;
             for (unsigned byte = 0; byte < row_bytes; byte += 16) {
-                unsigned char* const place =
-                    shared + (row_bytes == 64 ? swizzled_64(to + row * 64 + byte) : swizzled(to + row * 128 + byte));
+                const unsigned at_byte = to + row * row_bytes + byte;
+                unsigned char* const place = shared + (plain ? at_byte : row_bytes == 64 ? swizzled_64(at_byte) : swizzled(at_byte));
                 const std::size_t there = std::clamp<std::int64_t>(columns * size - byte, 0, 16);
                 std::memcpy(place, reinterpret_cast<unsigned char*>(from) + at[0] * size + byte, there);
                 std::memset(place + there, 0, 16 - there);

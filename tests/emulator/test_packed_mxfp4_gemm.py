@@ -1,6 +1,8 @@
-"""The grouped GEMM of FP8 rows and packed MXFP4 weights on CPUs: the kernel has the products of the widened weights."""
+"""The grouped GEMM of FP8 rows and packed MXFP4 weights on CPUs: the kernel has the bits of the FP8 kernel."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,19 +17,18 @@ from moecomm.fused import (
     PackedMxfp4,
     gemm,
     pack_mxfp4,
-    reference,
     tensor_maps,
 )
 from moecomm.fused.activations import GatedActivation
 from moecomm.fused.formats import format_of
-from moecomm.fused.fp4 import dequantize as widen_mxfp4
+from moecomm.fused.fp4 import dequantize
+from moecomm.fused.fp8 import widen
 from moecomm.fused.kernels import FP8, Epilogue, gemm_kernel
 from moecomm.fused.operands import check_operands
-from moecomm.fused.packed_mxfp4 import dequantize
+from moecomm.fused.packed_mxfp4 import unpack
 from moecomm.fused.schedules import Schedule
 
 from ..few import few
-from ..fused.test_packed_mxfp4 import as_fp8, with_one_factor
 from .gemm_machine import encode, run
 
 BF16 = torch.bfloat16
@@ -57,7 +58,11 @@ def product(
         out, scales = out.to(FP8), torch.full((len(x.data), -(-columns // GROUP)), float("nan"))
     args = gemm.arguments(given, apart, out.data_ptr(), scales, schedule, 1, gated)
     epilogue = Epilogue(gated.name, bias is not None)
-    kernel = gemm_kernel(FP8, activation is not None, apart, schedule, out.dtype, epilogue, given.mxfp4)
+    kernel = gemm_kernel(FP8, activation is not None, apart, schedule, out.dtype, epilogue)
+    if schedule.dynamic:
+        next_tile = torch.zeros(1, dtype=torch.int32)
+        args = type(args).from_buffer_copy(args)
+        args.next_tile = next_tile.data_ptr()
     run(kernel, args, blocks=2 * schedule.cluster, seed=columns)
     return out, scales
 
@@ -76,50 +81,50 @@ def weights_of(generator: torch.Generator, shape: tuple[int, int, int], scales: 
 
 # Schedule, activation, interleaved, rows, columns, depth, cast.
 CASES: dict[str, tuple[str, Activation | None, bool, tuple[int, ...], int, int, bool]] = {
-    "plain": ("64x8c1", None, True, (5, 0, 90, 1), 328, 288, False),
-    "one group": ("64x8c1", None, True, (7, 64), 264, 32, False),
-    "interleaved": ("64x8c1", "swiglu", True, (3, 150), 304, 160, True),
-    "apart": ("64x8c1", "swigluoai", False, (20, 0, 100), 192, 288, False),
-    "apart, cast": ("64x8c1", "swigluoai", False, (40, 129), 320, 576, True),
-    "biases": ("64x8c1", "swigluoai", False, (60, 3), 320, 288, True),
+    "plain": ("64x3c1", None, True, (5, 0, 90, 1), 328, 288, False),
+    "one step": ("64x2c1", None, True, (7, 64), 264, 32, False),
+    "many steps": ("64x4c1", None, True, (64, 3), 136, 1120, False),
+    "interleaved": ("64x3c1", "swiglu", True, (3, 150), 304, 160, True),
+    "apart": ("64x3c1", "swigluoai", False, (20, 0, 100), 192, 288, False),
+    "apart, cast": ("64x3c1", "swigluoai", False, (40, 129), 320, 576, True),
+    "biases": ("64x3c1", "swigluoai", False, (60, 3), 320, 288, True),
+    "pairs": ("64x3c2", "swiglu", False, (70, 0, 5), 576, 416, True),
+    "pairs, a block beyond the end": ("64x3c2", None, True, (70, 5), 776, 288, False),
+    "128 rows": ("128x3c1", "swiglu", False, (130, 40), 320, 288, True),
+    "rows first": ("128x3c1r", None, True, (129, 0, 64), 328, 544, False),
+    "rows first, apart, cast": ("128x3c1r", "swiglu", False, (150, 70), 448, 288, True),
+    "rows first, two slots": ("128x2c1r", "swiglu", True, (100, 60), 304, 672, True),
+    "rows first, dynamic": ("128x3c1rd", "swigluoai", False, (129, 60), 320, 288, True),
 }
 
 
-@pytest.mark.parametrize("name", few(CASES, "plain", "apart, cast", "biases"))
-def test_the_kernel_has_the_products_of_widened_weights(name: str) -> None:
-    schedule, activation, interleaved, counts, columns, depth, cast = CASES[name]
-    g = torch.Generator().manual_seed(columns)
-    experts, tokens = len(counts), torch.tensor(counts, dtype=torch.int32)
-    plain = weights_of(g, (experts, columns, depth), (112, 123))
-    w, x = pack_mxfp4(plain), rows_of(g, sum(counts) + 9, depth)
-    x = Fp8(x.data, x.scales / 256)
-    bias = torch.randn(experts, columns, generator=g) if activation == "swigluoai" else None
-    found, scales = product(x, w, tokens, PACKED_SCHEDULES[schedule], activation, interleaved, bias, cast)
-    wanted = torch.full(found.shape, float("nan"))
-    wide = widen_mxfp4(plain)
-    assert torch.equal(dequantize(w, depth), wide)
-    how = {"alignment": 1, "activation": None if activation is None else GatedActivation(activation)}
-    reference.grouped_gemm(x, wide, tokens, **how, interleaved=interleaved, out=wanted, bias=bias)
-    rows, got = sum(counts), found.float()
-    if scales is not None:
-        got = got * scales.repeat_interleave(GROUP, dim=1)[:, : got.shape[1]]
-    error = (got - wanted)[:rows].abs().max() / wanted[:rows].abs().max()
-    assert float(error) < (0.07 if cast else 0.01) and bool(found[rows:].float().isnan().all())
+def wide_of(pair: Fp8, rows: int) -> torch.Tensor:
+    return widen(pair.data.double(), pair.scales.double(), rows)
 
 
-@pytest.mark.parametrize("name", few(CASES, "apart, cast", "biases"))
+@pytest.mark.parametrize("name", few(CASES, "plain", "apart, cast", "pairs", "rows first, apart, cast"))
 def test_the_kernel_has_the_bits_of_the_kernel_for_fp8(name: str) -> None:
     schedule, activation, interleaved, counts, columns, depth, cast = CASES[name]
     g = torch.Generator().manual_seed(columns)
     experts, tokens = len(counts), torch.tensor(counts, dtype=torch.int32)
-    w, x = pack_mxfp4(with_one_factor(columns, (experts, columns, depth))), rows_of(g, sum(counts) + 9, depth)
-    x = Fp8(x.data, x.scales / 256)
+    plain, x = weights_of(g, (experts, columns, depth), (112, 123)), rows_of(g, sum(counts) + 9, depth)
+    w, x = pack_mxfp4(plain), Fp8(x.data, x.scales / 256)
+    of_fp8, rows = unpack(w, depth), sum(counts)
+    assert torch.equal(wide_of(of_fp8, GROUP), dequantize(plain).double())
     bias = torch.randn(experts, columns, generator=g) if activation == "swigluoai" else None
-    found = product(x, w, tokens, PACKED_SCHEDULES[schedule], activation, interleaved, bias, cast)
-    wanted = product(x, as_fp8(w, depth), tokens, FP8_SCHEDULES["64x5c1"], activation, interleaved, bias, cast)
+    how = (activation, interleaved, bias, cast)
+    found = product(x, w, tokens, PACKED_SCHEDULES[schedule], *how)
+    wanted = product(x, of_fp8, tokens, FP8_SCHEDULES["64x5c1"], *how)
     for mine, other in zip(found, wanted, strict=True):
         if mine is not None and other is not None:
-            assert torch.equal(*(t[: sum(counts)].contiguous().view(torch.uint8) for t in (mine, other)))
+            assert torch.equal(*(t[:rows].contiguous().view(torch.uint8) for t in (mine, other)))
+            assert bool(mine[rows:].float().isnan().all())
+    if activation is None:
+        matrices = wide_of(of_fp8, GROUP).repeat_interleave(tokens, dim=0)
+        want, of_x = torch.empty(rows, columns, dtype=torch.float64), wide_of(x, 1)[:rows]
+        for row in range(rows):
+            want[row] = matrices[row] @ of_x[row]
+        assert float((found[0][:rows].double() - want).abs().max() / want.abs().max()) < 0.01
 
 
 def every_value() -> Mxfp4:
@@ -127,18 +132,33 @@ def every_value() -> Mxfp4:
     codes = torch.arange(16) | torch.arange(16).flip(0) << 4
     data = codes.to(torch.uint8).repeat(4).expand(3, 256, 64).clone()
     scales = torch.full((3, 256, 4), 120, dtype=torch.uint8)
-    scales[0, :, 0] = torch.arange(256)
+    scales[0, 1::2, 0] = 255
     scales[1, :, 1:3] = (120 - torch.arange(256).clamp(max=24)).to(torch.uint8)[:, None]
-    scales[2] = torch.arange(256)[:, None]
+    scales[2] = (torch.arange(256) % 128 // 8 * 16 + torch.arange(256) // 128)[:, None]  # in one block
     return Mxfp4(data, scales)
 
 
-def test_every_value_with_every_scale() -> None:
-    """Each row of x takes one column of the weights, so that the product is the weights, widened."""
-    w = pack_mxfp4(every_value())
-    x, counts = Fp8(torch.eye(128).to(FP8).repeat(3, 1), torch.ones(384, 1)), torch.full((3,), 128, dtype=torch.int32)
-    found, _ = product(x, w, counts, PACKED_SCHEDULES["64x8c1"])
-    wide, finite = dequantize(w), (every_value().scales.int() <= 251).all(dim=2)[:, None]
-    same = found.view(3, 128, 256).float() == wide.transpose(1, 2).float()
-    assert bool((same | ~finite).all()) and int(finite.sum()) > 700
-    assert bool(found.view(3, 128, 256)[0, :, 255].isnan().all())
+def extremes() -> Mxfp4:
+    """Return every value with the least and the largest scales, each in a block of its own."""
+    data = every_value().data[:1].repeat(1, 2, 1)
+    scales = torch.tensor([0, 1, 6, 254]).repeat_interleave(128).to(torch.uint8)[None, :, None].repeat(1, 1, 4)
+    scales[:, ::3, 1] += (scales[:, ::3, 1] < 200).to(torch.uint8)
+    return Mxfp4(data, scales)
+
+
+@pytest.mark.parametrize("weights", [every_value, extremes])
+@pytest.mark.parametrize("schedule", ["64x3c1", "128x3c1r"])
+def test_every_value_with_every_scale(schedule: str, weights: Callable[[], Mxfp4]) -> None:
+    """Each row of x takes one column of the weights, so that the product is the weights, times a power of two."""
+    plain, of_x = weights(), 2.0**100 if weights is extremes else 1.0
+    w, experts = pack_mxfp4(plain), len(plain.data)
+    x = Fp8(torch.eye(128).to(FP8).repeat(experts, 1), torch.full((128 * experts, 1), 1 / of_x))
+    counts = torch.full((experts,), 128, dtype=torch.int32)
+    for rows in (x, Fp8(x.data, x.scales * of_x * of_x)):
+        found, _ = product(rows, w, counts, PACKED_SCHEDULES[schedule])
+        wanted, _ = product(rows, unpack(w), counts, FP8_SCHEDULES["64x5c1"])
+        assert torch.equal(found.nan_to_num(7.0), wanted.nan_to_num(7.0))
+        want = (wide_of(rows, 1).view(experts, 128, 128) @ wide_of(unpack(w), GROUP).transpose(1, 2)).view(found.shape)
+        finite = want.isfinite() & (want.abs() < 2.0**127) & (want.abs() > 2.0**-126)
+        assert torch.equal(found[finite].double(), want[finite]) and int(finite.sum()) > 10000
+        assert bool(found[want.isnan()].isnan().all())

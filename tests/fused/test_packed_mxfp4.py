@@ -11,7 +11,7 @@ from moecomm import Placement
 from moecomm.dispatch.reference import GROUP, quantize
 from moecomm.errors import BadInput
 from moecomm.fused import Fp8, Mxfp4, PackedMxfp4, fp4, grouped_gemm, interleave, pack_mxfp4, packed_mxfp4
-from moecomm.fused.kernels import FP8
+from moecomm.fused.fp8 import widen
 from moecomm.testing import LocalBuffers, random_layer
 
 from ..test_moe import opened
@@ -27,76 +27,95 @@ def weights(seed: int, shape: tuple[int, int, int] = (E, N, K), least: int = 110
     return Mxfp4(data, scales)
 
 
-def as_fp8(w: PackedMxfp4, depth: int) -> Fp8:
-    """Return the e4m3 values that the tensor cores multiply, of weights with one factor everywhere."""
-    wide = packed_mxfp4.dequantize(w, depth).float()
-    (factor,) = (((w.scales >> 20 & 15) | (w.scales >> 28 & 15) << 4) << 23).view(torch.float32).unique().tolist()
-    data = (wide / factor).to(FP8)
-    assert torch.equal(data.float() * factor, wide)
-    experts, rows, columns = wide.shape
-    return Fp8(data, torch.full((experts, -(-rows // GROUP), -(-columns // GROUP)), factor))
-
-
-def with_one_factor(seed: int, shape: tuple[int, int, int] = (E, N, K)) -> Mxfp4:
-    w = weights(seed, shape)
-    w.scales[:, :, ::4] = 121
-    w.data[:, :, ::64] |= 0x11  # not 0
-    return w
-
-
 def inputs(seed: int, rows: int, depth: int) -> Fp8:
     return Fp8(*quantize(torch.randn(rows, depth, generator=torch.Generator().manual_seed(seed)).bfloat16()))
 
 
+def wide(w: PackedMxfp4, depth: int | None = None) -> torch.Tensor:
+    data, scales = packed_mxfp4.unpack(w, depth)
+    return widen(data.double(), scales.double(), GROUP)
+
+
+def of_mxfp4(w: Mxfp4) -> torch.Tensor:
+    """Return the values in float64, which has them all."""
+    low, high = (w.data.int() >> shift & 15 for shift in (0, 4))
+    table = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
+    values = torch.stack([torch.where(code > 7, -1.0, 1.0) * table[code & 7] for code in (low, high)], -1).flatten(2)
+    factors = torch.where(w.scales == 255, torch.nan, torch.exp2(w.scales.double() - 127))
+    return values * factors.repeat_interleave(32, dim=2)
+
+
 @pytest.mark.parametrize("depth", [32, 96, 128, 288, 384])
-def test_packed_weights_stand_for_the_same_values(depth: int) -> None:
-    w = weights(1, (E, N, depth))
-    packed = pack_mxfp4(w)
-    assert packed.data.shape == (E, N, -(-depth // 128) * 16) and packed.scales.shape == (E, -(-depth // 128), N)
-    assert torch.equal(packed_mxfp4.dequantize(packed, depth), fp4.dequantize(w))
-    assert not bool(packed_mxfp4.dequantize(packed)[:, :, depth:].any())
-    scales = w.scales.view(torch.float8_e8m0fnu)
-    assert all(map(torch.equal, packed, pack_mxfp4((w.data, scales))))
+@pytest.mark.parametrize("rows", [48, 128, 200])
+def test_packed_weights_stand_for_the_same_values(rows: int, depth: int) -> None:
+    w = weights(1, (E, rows, depth), 107, 121)
+    packed, steps = pack_mxfp4(w), -(-depth // 128)
+    assert packed.data.shape == (E, rows, steps * 16) and packed.scales.shape == (E, steps, rows)
+    assert torch.equal(wide(packed, depth), of_mxfp4(w)) and torch.equal(of_mxfp4(w), fp4.dequantize(w).double())
+    data, scales = packed_mxfp4.unpack(packed)
+    assert scales.shape == (E, -(-rows // GROUP), steps) and not bool(data[:, :, depth:].view(torch.uint8).any())
+    signs = torch.stack((w.data >> 3 & 1, w.data >> 7), dim=-1).flatten(2).bool()
+    assert torch.equal(data[:, :, :depth].view(torch.uint8) >= 128, signs)  # of zeros, too
+    as_scales = w.scales.view(torch.float8_e8m0fnu)
+    assert all(map(torch.equal, packed, pack_mxfp4((w.data, as_scales))))
 
 
 def test_small_scales_are_rounded_within_the_bound() -> None:
-    w = weights(2, (E, 256, K), 1, 250)
+    w = weights(2, (E, 200, K), 1, 250)
+    w.scales[1] = w.scales[1].int().clamp(max=50).to(torch.uint8)
+    w.scales[1, ::2] = torch.randint(30, 51, (100, K // 32)).to(torch.uint8)
     w.scales[0, :, 1] = 0
     w.data[0, :, 16:32] = 0x80  # zeros, of both signs, with the least scale
-    wide, found = fp4.dequantize(w).double(), packed_mxfp4.dequantize(pack_mxfp4(w), K).double()
-    counts = ((w.data & 0x77) != 0).view(E, 256, -1, 16).any(dim=3)
-    scales = torch.nn.functional.pad(torch.where(counts, w.scales.int(), 0), (0, 3)).view(E, 256, 3, 4)
-    largest = torch.exp2(scales.amax(dim=3).double() - 127).repeat_interleave(GROUP, dim=2)[:, :, :K]
-    error = (found - wide).abs()
-    assert bool((error <= largest * 2.0**-13).all()) and float(error.max()) > 0
-    near = (scales.amax(dim=3, keepdim=True) - scales <= 11).flatten(2)[:, :, : K // 32].repeat_interleave(32, dim=2)
+    want, found = of_mxfp4(w), wide(pack_mxfp4(w), K)
+    counts = ((w.data & 0x77) != 0).view(E, 200, -1, 16).any(dim=3)
+    scales = torch.nn.functional.pad(torch.where(counts, w.scales.int(), 0), (0, 3, 0, 56)).view(E, 2, 128, 3, 4)
+    of_blocks = scales.amax(dim=(2, 4), keepdim=True)
+    largest = torch.exp2(of_blocks.double() - 127).expand_as(scales).reshape(E, 256, 12)[:, :200, : K // 32]
+    largest = largest.repeat_interleave(32, dim=2)
+    error = (found - want).abs()
+    assert bool((error <= largest * 2.0**-16).all()) and float((error / largest).max()) == 2.0**-16
+    near = (of_blocks - scales <= 14).reshape(E, 256, 12)[:, :200, : K // 32].repeat_interleave(32, dim=2)
     assert not bool(error[near].any()) and 0 < int(near.sum()) < near.numel()
+    halves = found / (largest * 2.0**-15)
+    assert torch.equal(halves, (want / (largest * 2.0**-15)).round()) or bool(near.any())
+    assert torch.equal(halves[~near], (want / (largest * 2.0**-15))[~near].round())  # half to even
 
 
 def test_every_scale_and_nan() -> None:
-    """Scales of one group, with all others 0."""
-    data = torch.zeros(1, 256, 64, dtype=torch.uint8)
-    data[:, :, 16:32] = torch.arange(16).repeat_interleave(1).to(torch.uint8) * 17
-    scales = torch.full((1, 256, 4), 127, dtype=torch.uint8)
-    scales[0, :, 1] = torch.arange(256)
-    packed = pack_mxfp4(Mxfp4(data, scales))
-    wide, found = fp4.dequantize(Mxfp4(data, scales)), packed_mxfp4.dequantize(packed)
-    assert torch.equal(found[0, :255], wide[0, :255]) and bool(found[0, 255].isnan().all())
+    """Scales of one group, with all others 0, in blocks of their own; NaN is of 32 columns of one row."""
+    data, scales = torch.zeros(256, 2, 64, dtype=torch.uint8), torch.full((256, 2, 4), 254, dtype=torch.uint8)
+    data[:, :, 16:32] = torch.arange(16).to(torch.uint8) * 17
+    scales[:, :, 1] = torch.arange(256)[:, None]
+    w = Mxfp4(data, scales)
+    packed = pack_mxfp4(w)
+    found, want = wide(packed), of_mxfp4(w)
+    assert torch.equal(found[:255], want[:255])
+    assert bool(found[255, :, 32:64].isnan().all()) and not bool(found[255, :, 64:].any())
+    factors = packed_mxfp4.unpack(packed).scales
+    assert bool((factors >= 2.0**-126).all()) and float(factors.max()) == 2.0**121
+    # One NaN beside other groups and rows of its block.
+    one = weights(3, (1, 130, 256))
+    changed = Mxfp4(one.data, one.scales.clone())
+    changed.scales[0, 7, 5] = 255
+    found, before = wide(pack_mxfp4(changed)), wide(pack_mxfp4(one))
+    is_nan = torch.zeros_like(found, dtype=torch.bool)
+    is_nan[0, 7, 160:192] = True
+    assert torch.equal(found.isnan(), is_nan) and torch.equal(found[~is_nan], before[~is_nan])
 
 
 @pytest.mark.parametrize("activation", [None, "swiglu", "swigluoai"])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_products_have_the_bits_of_fp8(activation: Any, interleaved: bool) -> None:
     shape = (E, 128, K)
-    w, x = pack_mxfp4(with_one_factor(3, shape)), inputs(4, 20, K)
+    w, x = pack_mxfp4(weights(3, shape)), inputs(4, 20, K)
     counts, bias = torch.tensor((7, 0, 11), dtype=torch.int32), torch.randn(E, 128)
     how: dict[str, Any] = {"activation": activation, "interleaved": interleaved, "bias": bias}
     out = grouped_gemm(x, w, counts, **how)
-    assert torch.equal(out[:18], grouped_gemm(x, as_fp8(w, K), counts, **how)[:18])
+    assert torch.equal(out[:18], grouped_gemm(x, packed_mxfp4.unpack(w, K), counts, **how)[:18])
     assert torch.equal(out[:18], grouped_gemm(tuple(x), tuple(w), counts, **how)[:18])
     if activation is not None:
         cast = grouped_gemm(x, w, counts, **how, quantize="fp8")
-        same = grouped_gemm(x, as_fp8(w, K), counts, **how, quantize="fp8")
+        same = grouped_gemm(x, packed_mxfp4.unpack(w, K), counts, **how, quantize="fp8")
         assert torch.equal(cast.data[:18].view(torch.uint8), same.data[:18].view(torch.uint8))
         assert torch.equal(cast.scales[:18], same.scales[:18])
 

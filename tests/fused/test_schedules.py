@@ -6,16 +6,26 @@ import itertools
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from moecomm.errors import BadInput
-from moecomm.fused import FP8_SCHEDULES, MXFP4_SCHEDULES, SCHEDULES, Schedule, choose, choose_fp8, kernels
+from moecomm.fused import (
+    FP8_SCHEDULES,
+    MXFP4_SCHEDULES,
+    PACKED_SCHEDULES,
+    SCHEDULES,
+    Schedule,
+    choose,
+    choose_fp8,
+    kernels,
+)
 from moecomm.fused.compute import layer_kernel
 from moecomm.fused.kernels import Epilogue, gemm_kernel
-from moecomm.fused.schedules import check_schedule, mxfp4_schedule, schedule_of, schedule_of_both
+from moecomm.fused.schedules import check_schedule, mxfp4_schedule, packed_as, schedule_of, schedule_of_both
 from moecomm.gpu import tuning
 from moecomm.gpu.structs import struct
 from moecomm.gpu.tuning import Table
@@ -160,6 +170,15 @@ KERNELS |= {
         ("256x4c1", torch.int8, "geglu", False, True),
     )
 }
+# With packed weights, which leave fewer registers.
+KERNELS |= {
+    f"packed, {name}, {out}": gemm_kernel(kernels.FP8, gated, apart, schedule, out, Epilogue(activation, bias))
+    for name, schedule in PACKED_SCHEDULES.items()
+    for gated, apart, out, activation, bias in (
+        (True, True, kernels.FP8, "swigluoai", True),
+        (False, False, torch.bfloat16, "swiglu", False),
+    )
+}
 # Beside MXFP4 weights, with the epilogues of gpt-oss, and a part of them with none.
 PACKED = {
     f"MXFP4, {name}, {'w13' if gated else 'w2'}": gemm_kernel(
@@ -174,11 +193,11 @@ PACKED = {
     for gated in (True, False)
 }
 KERNELS |= PACKED
-TALL = {name: kernel for name, kernel in KERNELS.items() if name.startswith("FP8 128x4c1r")}
+TALL = [name for name in KERNELS if name.startswith(("FP8 128x4c1r", "packed, 128x3c1r, "))]
 
 
 @pytest.mark.compiled(KERNELS)
-@pytest.mark.parametrize("name", few(KERNELS, "64x8c1", "FP8 64x5c2 torch.float16", "MXFP4, 128x4c1, w13"))
+@pytest.mark.parametrize("name", few(KERNELS, "64x8c1", "FP8 64x5c2 torch.float16", "MXFP4, 128x4c1, w13", *TALL))
 def test_compiles_without_spills(name: str) -> None:
     check_kernel(KERNELS[name])
 
@@ -221,6 +240,18 @@ def test_products_of_a_step_are_issued_one_behind_the_other(name: str) -> None:
 def test_mxfp4_weights_get_the_fastest_schedule_that_was_measured(rows: int, columns: int, name: str) -> None:
     """Of gpt-oss-120b on 4 H200s."""
     assert mxfp4_schedule(rows, 32, columns, 132) == MXFP4_SCHEDULES[name]
+
+
+def test_packed_weights_have_a_schedule_for_each_of_fp8() -> None:
+    for schedule in FP8_SCHEDULES.values():
+        packed = packed_as(schedule)
+        assert replace(packed, stages=schedule.stages, packed_stages=0) == schedule and packed.packed_stages > 0
+        check_schedule(kernels.FP8, packed, True)
+        for mxfp4, other in ((False, packed), (True, schedule)):
+            with pytest.raises(BadInput, match="schedule"):
+                check_schedule(kernels.FP8, other, mxfp4)
+    with pytest.raises(BadInput, match="schedule"):
+        check_schedule(torch.bfloat16, PACKED_SCHEDULES["64x3c1"])
 
 
 def test_any_shape_gets_a_schedule_that_there_is() -> None:

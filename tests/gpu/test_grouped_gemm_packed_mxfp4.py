@@ -1,4 +1,4 @@
-"""The grouped GEMM of FP8 rows and packed MXFP4 weights on a GPU: bits of the FP8 kernel, and float64."""
+"""The grouped GEMM of FP8 rows and packed MXFP4 weights on a GPU: the bits of the FP8 kernel, and float64."""
 
 from __future__ import annotations
 
@@ -9,11 +9,20 @@ import pytest
 import torch
 
 from moecomm.dispatch.reference import GROUP
-from moecomm.fused import FP8_SCHEDULES, PACKED_SCHEDULES, Fp8, PackedMxfp4, grouped_gemm, pack_mxfp4, packed_mxfp4
+from moecomm.fused import (
+    FP8_SCHEDULES,
+    PACKED_SCHEDULES,
+    Fp8,
+    Mxfp4,
+    PackedMxfp4,
+    grouped_gemm,
+    pack_mxfp4,
+    packed_mxfp4,
+)
 from moecomm.fused.kernels import FP8, Epilogue, gemm_kernel
 
-from ..emulator.test_packed_mxfp4_gemm import every_value
-from ..fused.test_packed_mxfp4 import as_fp8, weights, with_one_factor
+from ..emulator.test_packed_mxfp4_gemm import every_value, extremes
+from ..fused.test_packed_mxfp4 import of_mxfp4, weights, wide
 from .layers import compile_all
 from .products import WIDENED, WidenedCase
 
@@ -46,11 +55,10 @@ def compiled() -> None:
         (False, False, Epilogue("swiglu", True), BF16),
         (False, False, Epilogue(), BF16),
     ]
-    schedules = [(OF_FP8, False), *((schedule, True) for schedule in PACKED_SCHEDULES.values())]
     compile_all(
-        gemm_kernel(FP8, gated, apart, schedule, out, epilogue, packed)
+        gemm_kernel(FP8, gated, apart, schedule, out, epilogue)
         for gated, apart, epilogue, out in kinds
-        for schedule, packed in schedules
+        for schedule in (OF_FP8, *PACKED_SCHEDULES.values())
     )
 
 
@@ -79,8 +87,11 @@ def bytes_of(x: Fp8, w: PackedMxfp4 | Fp8, counts: torch.Tensor, case: Case, sch
 @pytest.mark.parametrize("name", CASES)
 def test_bits_are_those_of_fp8(name: str) -> None:
     case = CASES[name]
-    w = pack_mxfp4(with_one_factor(case.columns, (len(case.counts), case.columns, case.depth)))
-    (x, counts), of_fp8, w = rows_of(case), on_gpu(as_fp8(w, case.depth)), on_gpu(w)
+    plain = weights(case.columns, (len(case.counts), case.columns, case.depth))
+    w = on_gpu(pack_mxfp4(plain))
+    (x, counts), of_fp8 = rows_of(case), packed_mxfp4.unpack(w, case.depth)
+    if case.depth * case.columns < 1 << 20:
+        assert torch.equal(wide(PackedMxfp4(*(t.cpu() for t in w)), case.depth), of_mxfp4(plain))
     wanted = bytes_of(x, of_fp8, counts, case, OF_FP8)
     for label, schedule in PACKED_SCHEDULES.items():
         for _ in range(2):
@@ -93,25 +104,31 @@ def test_products_are_those_of_float64(schedule: str) -> None:
     case = CASES["without a bias"]
     w = on_gpu(pack_mxfp4(weights(3, (len(case.counts), case.columns, case.depth))))
     x, counts = rows_of(case)
-    out, wide = grouped_gemm(x, w, counts, schedule=PACKED_SCHEDULES[schedule]), packed_mxfp4.dequantize(w).double()
+    out, matrices = grouped_gemm(x, w, counts, schedule=PACKED_SCHEDULES[schedule]), wide(w)
     rows, begin = x.data.double() * x.scales.double().repeat_interleave(GROUP, dim=1)[:, : case.depth], 0
     for expert, count in enumerate(case.counts):
         place = slice(begin, begin + count)
-        want, bound = rows[place] @ wide[expert].T, rows[place].abs() @ wide[expert].abs().T
+        want, bound = rows[place] @ matrices[expert].T, rows[place].abs() @ matrices[expert].abs().T
         assert bool(((out[place].double() - want).abs() <= 2**-5 * bound + 2**-8 * want.abs()).all())
         begin += count
 
 
 @pytest.mark.parametrize("schedule", PACKED_SCHEDULES)
-def test_every_value_with_every_scale(schedule: str) -> None:
-    plain = every_value()
-    w, counts = on_gpu(pack_mxfp4(plain)), torch.full((3,), 128, dtype=torch.int32, device="cuda")
+@pytest.mark.parametrize("plain", [every_value(), extremes()], ids=("every value", "extremes"))
+def test_every_value_with_every_scale(plain: Mxfp4, schedule: str) -> None:
+    """Each row of x takes one column of the weights."""
+    experts = len(plain.data)
+    w, counts = on_gpu(pack_mxfp4(plain)), torch.full((experts,), 128, dtype=torch.int32, device="cuda")
     assert all(map(torch.equal, w, pack_mxfp4(on_gpu(plain))))
-    x = Fp8(torch.eye(128, device="cuda").to(FP8).repeat(3, 1), torch.ones(384, 1, device="cuda"))
-    found = grouped_gemm(x, w, counts, schedule=PACKED_SCHEDULES[schedule]).view(3, 128, 256)
-    finite = (plain.scales.int() <= 251).all(dim=2)[:, None].cuda()
-    same = found.float() == packed_mxfp4.dequantize(w).transpose(1, 2).float()
-    assert bool((same | ~finite).all()) and bool(found[0, :, 255].isnan().all())
+    for scale in (1.0, 2.0**-100, 2.0**100):
+        rows = torch.eye(128, device="cuda").to(FP8).repeat(experts, 1)
+        x = Fp8(rows, torch.full((128 * experts, 1), scale, device="cuda"))
+        found = grouped_gemm(x, w, counts, schedule=PACKED_SCHEDULES[schedule]).float()
+        wanted = grouped_gemm(x, packed_mxfp4.unpack(w), counts, schedule=OF_FP8).float()
+        assert torch.equal(found.isnan(), wanted.isnan()) and torch.equal(found.nan_to_num(), wanted.nan_to_num())
+        want = scale * (rows.double().view(experts, 128, 128) @ wide(w).transpose(1, 2)).view(found.shape)
+        normal = (want.abs() < 2.0**127) & (want.abs() > 2.0**-126)
+        assert torch.equal(found[normal].double(), want[normal]) and bool(found[want.isnan()].isnan().all())
 
 
 def test_a_graph_replays_with_the_counts_that_it_finds() -> None:
