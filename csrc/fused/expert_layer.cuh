@@ -5,6 +5,7 @@
 // block:
 //   tile scheduler   a thread: takes the next position, waits for the tile's inputs, queues the tile,
 //   loader           a thread, with e4m3 also a warp for scales: fills the ring (gemm.cuh),
+//   widening         with packed weights a warpgroup: widens them into the ring (widen.cuh),
 //   math warpgroups  multiply, and store the tile: of the first product in local memory, of the second at the source ranks,
 //   completion warp  a thread of it: counts stored tiles of the first product, for all blocks,
 //   casting warp     where rows have one scale each: casts rows of the first product once all their columns are stored.
@@ -153,7 +154,7 @@ MOECOMM_FN void schedule_tiles(ExpertLayerShared<c>& s, const ExpertLayerArgs& a
 template <GemmConfig c>
 MOECOMM_FN void load_tiles(ExpertLayerShared<c>& s, const ExpertLayerArgs& args) {
     const i32 rank = place_in_cluster<c>();
-    RingPlace<c> place;
+    LoaderPlace<c> place;
     for_each_tile(s.queue, [&](const QueuedTile& now, const QueuePlace& at) {
         const Tile tile = now.tile;  // a copy in registers: shared memory is not read again for every step
         if (now.product == QueuedTile::first) {
@@ -182,6 +183,25 @@ MOECOMM_FN void load_scales_of_tiles(ExpertLayerShared<c>& s, const ExpertLayerA
             load_scales_of<c, c>(s.gemm, args.first, tile, rank, place);
         } else {
             load_scales_of<c, product>(s.gemm, args.second, tile, rank, place);
+        }
+        __syncwarp();
+        if (lane_id() == 0) arrive(&s.queue.empty[at.slot]);
+    });
+}
+
+// The widening role: a warpgroup, of which each warp follows the queue.
+template <GemmConfig c>
+MOECOMM_FN void widen_tiles(ExpertLayerShared<c>& s, const ExpertLayerArgs& args) {
+    GemmShared<c>& gemm = s.gemm;
+    RingPlace<c> place;
+    Place<c.packed_stages> from;
+    for_each_tile(s.queue, [&](const QueuedTile& now, const QueuePlace& at) {
+        if (now.product == QueuedTile::first) {
+            const i32 steps = ceil_div(args.first.depth, c.depth());
+            widen_tile<c, c.apart>(gemm.ring, gemm.barriers, gemm.scales, gemm.widening, steps, place, from);
+        } else {
+            const i32 steps = ceil_div(args.second.depth, c.depth());
+            widen_tile<c, false>(gemm.ring, gemm.barriers, gemm.scales, gemm.widening, steps, place, from);
         }
         __syncwarp();
         if (lane_id() == 0) arrive(&s.queue.empty[at.slot]);
@@ -312,7 +332,8 @@ MOECOMM_FN void make_tiles(ExpertLayerShared<c>& s, const ExpertLayerArgs& args)
 template <GemmConfig c, RowConfig r, Type out>
 MOECOMM_FN void expert_layer(const ExpertLayerArgs& args) {
     static_assert(r.type == c.type && r.whole == c.channel_scales && r.integers == c.integers, "rows are multiplied as they come");
-    static_assert(sizeof(ExpertLayerShared<c>) <= expert_layer_shared_bytes(c.scaled(), c.most_rows, c.stages), "what is launched");
+    static_assert(sizeof(ExpertLayerShared<c>) <= expert_layer_shared_bytes(c.scaled(), c.most_rows, c.stages, c.packed_stages),
+                  "what is launched");
     extern __shared__ __align__(1024) u8 memory[];
     auto& s = *reinterpret_cast<ExpertLayerShared<c>*>(memory);
     if (threadIdx.x == 0) {
@@ -321,7 +342,7 @@ MOECOMM_FN void expert_layer(const ExpertLayerArgs& args) {
         for (const TensorMap& map : args.first.x) prefetch_map(map);
         for (const TensorMap& map : args.second.x) prefetch_map(map);
         s.fetch.init();
-        s.gemm.barriers.init();
+        s.gemm.init();
         s.queue.init();
         barrier_init_done();
     }
@@ -329,15 +350,16 @@ MOECOMM_FN void expert_layer(const ExpertLayerArgs& args) {
     await_earlier_kernels();
     // Read by the math warpgroups, whose warps fetch nothing in most blocks.
     const auto* counts = reinterpret_cast<const i32*>(args.first.counts);
-    for (i32 g = threadIdx.x - kWarpgroup; g >= 0 && g < args.first.grouping.groups; g += kMathGroups * kWarpgroup)
+    for (i32 g = threadIdx.x - kWarpgroup; g >= 0 && g < args.first.grouping.groups; g += c.threads() - kWarpgroup)
         s.gemm.counts[g] = counts[g];
-    fetch_rows<r, GemmShared<c>::room()>(args.layer, s.fetch, memory, args.fetchers, args.together);
+    fetch_rows<r, GemmShared<c>::room(), c.threads()>(args.layer, s.fetch, memory, args.fetchers, args.together);
     if (blockIdx.x == 0 && threadIdx.x == 0) note_failure(args.layer);
     launch_dependents();
     if constexpr (c.cluster > 1) sync_cluster<c.cluster>();
     constexpr GemmConfig product = second_of(c, out);
-    constexpr Registers registers = r.whole ? Registers{88, 208} : Registers{kLoaderRegisters, kMathRegisters};
-    static_assert((registers.loader + kMathGroups * registers.math) * kWarpgroup <= 65536, "registers of a multiprocessor");
+    constexpr Registers registers = r.whole ? Registers{88, 208} : Registers{c.loader_registers(), c.math_registers()};
+    static_assert((registers.loader + kMathGroups * registers.math) * kWarpgroup <= 65536 && c.registers() <= 65536,
+                  "registers of a multiprocessor");
     if (threadIdx.x < kWarpgroup) {
         reg_dealloc<registers.loader>();
         if (threadIdx.x == 0) load_tiles(s, args);
@@ -349,6 +371,9 @@ MOECOMM_FN void expert_layer(const ExpertLayerArgs& args) {
             if (warp_id() == 2) load_scales_of_tiles<c, product>(s, args);
         }
         if (threadIdx.x == 3 * kWarp) complete_tiles(s, args);
+    } else if (c.widens() && threadIdx.x >= kGemmThreads) {
+        reg_dealloc<c.widening_registers()>();
+        if constexpr (c.widens()) widen_tiles(s, args);
     } else {
         reg_alloc<registers.math>();
         make_tiles<c, r, product>(s, args);

@@ -35,8 +35,8 @@ MOECOMM_FN void store_release_shared(i32& word, i32 v) {
     asm volatile("st.release.cta.shared::cta.s32 [%0], %1;" ::"r"(shared_address(&word)), "r"(v) : "memory");
 }
 
-// In a block that fetches, kFetchWarps warps fetch and one more counts their rows.  A warp has at most kFetchSlots copies in flight and
-// kRowsOpen fetched rows that are not counted yet.
+// In a block that fetches, kFetchWarps warps fetch and one more counts their rows.  Widening warps do neither.  A warp has at most
+// kFetchSlots copies in flight and kRowsOpen fetched rows that are not counted yet.
 constexpr i32 kFetchWarps = (1 + kMathGroups) * kWarpgroup / kWarp - 1, kFetchSlots = 4, kRowsOpen = 32;
 
 // Not in the memory of the ring: bytes that a copy writes where an mbarrier has been may be lost (seen on an H200; see PTX,
@@ -193,8 +193,8 @@ struct Fetcher {
 
 // Fetches a block's share of the rows.  Called by all threads of all blocks, after await_earlier_kernels().  Warps of all blocks claim the
 // first `together` rows, one each, so that blocks that run have them; then the first `fetchers` blocks fetch unclaimed first rows and all
-// others, through `room` bytes of shared memory.  No copy is in flight on return.  On timeout `failed` is set.
-template <RowConfig r, i32 room>
+// others, through `room` bytes of shared memory.  No copy is in flight on return.  On timeout `failed` is set.  `threads`: of a block.
+template <RowConfig r, i32 room, i32 threads>
 MOECOMM_FETCH void fetch_rows(const LayerArgs& a, FetchShared& shared, u8* memory, i32 fetchers, i32 together) {
     static_assert(r.columns_bytes() % 16 == 0, "what the GEMM has does");
     MOECOMM_LAYER_SPAN(fetch, a.ctx, threadIdx.x == 0);
@@ -205,7 +205,7 @@ MOECOMM_FETCH void fetch_rows(const LayerArgs& a, FetchShared& shared, u8* memor
     for (bool all = true;; all = false) {
         if (warp == kFetchWarps) {
             OfRows::count(a, shared, memory, {rows, r.counted});
-        } else if (lane_id() == 0) {
+        } else if ((threads == kGemmThreads || warp < kFetchWarps) && lane_id() == 0) {
             fetcher.run(wanted);
         }
         if (!all || block >= fetchers) break;

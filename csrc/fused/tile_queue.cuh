@@ -1,6 +1,7 @@
 // The tile queue: tiles pass from a block's tile scheduler to the block's other roles.
 #pragma once
 #include "../gemm/tile_counter.cuh"
+#include "../gemm/widen.cuh"
 #include "lagged.h"
 
 namespace moecomm {
@@ -26,7 +27,8 @@ struct TileQueue {
         for (i32 i = 0; i < kQueued; ++i) {
             barrier_init(&full[i], 1);
             barrier_init(&stored[i], kMathGroups * kWarpgroup / kWarp);
-            barrier_init(&empty[i], c.scaled() ? 3 : 2);  // loader, completion warp and, with scales, scale loader
+            // Loader, completion warp and, with scales, scale loader; widening warps.
+            barrier_init(&empty[i], (c.scaled() ? 3 : 2) + (c.widens() ? kWideningWarps : 0));
         }
         positions.init();
     }

@@ -19,11 +19,11 @@ from moecomm.fused.kernels import (
     LEAST_COUNTED,
     NAMES,
     PLAIN,
-    THREADS,
     Epilogue,
     SharedKernel,
     gemm_config,
     row_config,
+    threads,
 )
 from moecomm.fused.schedules import Schedule
 from moecomm.gpu.structs import struct
@@ -72,10 +72,9 @@ def layer_kernel(
     first = gemm_config(dtype, True, apart, schedule, out if whole else None, epilogue)
     entry = f"expert_layer<{first}, {row_config(dtype, hidden, counted, whole)}, Type::{NAMES[out or dtype]}>"
     scaled = dtype == FP8 and not whole
-    shared = _native.expert_layer_shared_bytes(scaled, schedule.most_rows, schedule.stages)
-    return SharedKernel(
-        "fused/expert_layer", entry, "ExpertLayerArgs", THREADS, cluster=schedule.cluster, shared=shared
-    )
+    shared = _native.expert_layer_shared_bytes(scaled, schedule.most_rows, schedule.stages, schedule.packed_stages)
+    about = ("fused/expert_layer", entry, "ExpertLayerArgs", threads(schedule))
+    return SharedKernel(*about, cluster=schedule.cluster, shared=shared)
 
 
 def layer_args(
