@@ -174,9 +174,9 @@ class Layers:
             yield from self._others(w13, w2, arrived)
 
     def _layers(self, dtype: str, w13: Any, w2: Any) -> Iterator[tuple[Key, Callable[[], Sequence[Call]]]]:
-        """Yield forms of our layer; `dtype` is FP8, one of CHANNELS, MXFP4 or PACKED (never fused), or empty."""
+        """Yield forms of our layer; `dtype` is FP8, one of CHANNELS, MXFP4 (never fused), PACKED, or empty."""
         forms: dict[str, dict[str, Any]] = {dtype or SEQUENTIAL: {"fused": False}}
-        if self.buffer.device.type == "cuda" and dtype not in (MXFP4, PACKED):
+        if self.buffer.device.type == "cuda" and dtype != MXFP4:
             forms[_named(dtype, FUSED)] = {"fused": True}
         if self._case.parts:
             forms[_named(dtype, DEFAULT_WIRE)] = {"fused": False, "wire": torch.bfloat16}

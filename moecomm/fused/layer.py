@@ -368,7 +368,7 @@ def _checked(
     biases = check_biases(rounds, experts[2], experts[3], intermediate)
     if lacks := weights.lacks_kernel(x, w2):
         say_once(weights.slow, lacks)
-    why_not = partial(_why_unfused, rounds, x, weights, values, back, options)
+    why_not = partial(_why_unfused, rounds, x, weights, intermediate, back, options)
     kind = (
         None if asked is not None or why_not() else forms.kind_of(rounds, weights, values.dtype, intermediate, len(x))
     )
@@ -456,7 +456,7 @@ def _runs_fused(rounds: Rounds, weights: torch.dtype, asked: bool | None, why_un
 
 
 def _why_unfused(
-    rounds: Rounds, x: torch.Tensor, weights: WeightFormat, w2: torch.Tensor, back: Any, options: Options
+    rounds: Rounds, x: torch.Tensor, weights: WeightFormat, intermediate: int, back: Any, options: Options
 ) -> str:
     """Return why the layer cannot run fused; empty if it can.  The same on all ranks."""
     if not x.is_cuda:
@@ -467,7 +467,8 @@ def _why_unfused(
         return "the ranks are in several domains"
     if not (options.wire is None or is_unsummed(options.wire)) or options.check_weights or back is not None:
         return "wire, check_weights, or arrays that are not torch's"
-    return weight_format.ours_lacks(x.device.index, x.dtype, rounds.settings.local_experts(), *w2.shape[1:])
+    sizes = (rounds.settings.local_experts(), rounds.hidden, intermediate)
+    return weight_format.ours_lacks(x.device.index, x.dtype, *sizes)
 
 
 def _check_overflow(rounds: Rounds, options: Options, dropped: Any) -> torch.Tensor | None:

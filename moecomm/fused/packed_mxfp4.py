@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -139,8 +140,8 @@ class _PackedMxfp4(WeightFormat):
     kind, values, packed = PackedMxfp4, torch.int32, 8
     quantize: Quantize | None = "fp8"
     product = kernels.FP8
-    tuned_as = torch.uint8
-    unfused = "weights have four bits"
+    tuned_as = kernels.FP8
+    travels: Mapping[torch.dtype, str] = {torch.int32: "fp8"}
     widen = staticmethod(unpack)
 
     def check(self, rounds: Rounds, w13: Any, w2: Any, interleaved: bool) -> tuple[Any, Any]:

@@ -219,11 +219,12 @@ class Fused:
         self._rounds, self._session = rounds, session
         self._w13 = w13 if isinstance(w13, tuple) else (w13, None)
         self._w2 = w2 if isinstance(w2, tuple) else (w2, None)
-        dtype, (_, _, inner) = self._w2[0].dtype, self._w2[0].shape
+        dtype, inner = weights.product or self._w2[0].dtype, self._w13[0].shape[1] // 2
         self._activation, self._biases = activation, biases
         epilogue = Epilogue(activation.name, biases[0] is not None or biases[1] is not None, weights.casts)
-        of_rank = rounds.settings, rounds.rank, rounds.device.index
-        self._plan = layer_plan(*of_rank, dtype, inner, not interleaved, expected_rows, max_rows, epilogue)
+        of_rank = (rounds.settings, rounds.rank, rounds.device.index)
+        how: dict[str, Any] = {"epilogue": epilogue, "packed": weights.packed > 1}
+        self._plan = layer_plan(*of_rank, dtype, inner, not interleaved, expected_rows, max_rows, **how)
         self._reduce = self._plan.reduce
         if unsummed:
             self._reduce = reduce_kernel(rounds.dtype, hidden, rounds.topk, by_k=True)

@@ -92,6 +92,7 @@ def layer_plan(
     expected_rows: int,
     max_rows: int | None,
     epilogue: Epilogue = PLAIN,
+    packed: bool = False,
 ) -> LayerPlan:
     """Return the plan of a layer of this rank.
 
@@ -99,17 +100,19 @@ def layer_plan(
         settings: of the Buffer.
         rank: in the Buffer.
         device: number of the GPU.
-        dtype: of the weights.
+        dtype: of rows as they travel, which is that of the weights, if these are not packed.
         inner: columns of w2.
         apart: gate and up rows of w13 are not interleaved in memory.
         expected_rows: rows of an expert to optimize for.
         max_rows: see Buffer.moe.
         epilogue: of both GEMMs.
+        packed: weights are packed.
     """
     hidden, local = settings.hidden, settings.local_experts(rank)
     by_channel = epilogue.channel_scales
     tiled = gemm.tiled_as(dtype, by_channel)
     schedule = schedules.schedule_of_both(tiled, expected_rows, inner, kernels.gpu_name(device))
+    schedule = schedules.packed_as(schedule) if packed else schedule
     if max_rows is None:
         rows = settings.capacity_rows("expert", rank=rank)
     else:

@@ -29,6 +29,10 @@ KERNELS: dict[str, Kernel] = {
     "publish": kernels.publish_kernel(BF16, FP8, 7168),
     "layer": compute.layer_kernel(BF16, True, schedules.schedule_of_both(BF16, 256, 2048), 7168),
     "FP8 layer": compute.layer_kernel(FP8, True, schedules.schedule_of_both(FP8, 256, 2048), 7168, BF16),
+    **{
+        f"packed layer {name}": compute.layer_kernel(FP8, True, schedules.PACKED_SCHEDULES[name], 7168, BF16)
+        for name in ("64x3c1", "128x3c1r")
+    },
     "sum": kernels.reduce_kernel(BF16, 7168, 8),
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -20,11 +20,14 @@ from moecomm.base.choices import ReplicaChoice
 from moecomm.dispatch.reference import quantize
 from moecomm.dispatch.routed import Routed
 from moecomm.fused import (
+    PACKED_SCHEDULES,
     Fp8,
+    PackedMxfp4,
     compute,
     gemm,
     kernels,
     layer,
+    pack_mxfp4,
     pipeline,
     plan,
     quantize_channels,
@@ -45,6 +48,7 @@ from moecomm.testing.prepare import prepare_moe
 from moecomm.weights.copies import Copies
 
 from ..few import few
+from ..fused import test_packed_mxfp4 as packed_cases
 from ..fused.test_pipeline import at
 from .gemm_machine import encode, run
 from .machine import Machine
@@ -134,16 +138,17 @@ class Emulated:
             finally:
                 self._rounds.forget()
 
-    def check(self, ranks: LocalBuffers, case: LayerCase, kind: torch.dtype | None = None) -> None:
-        """Compare both forms; `kind`: of weights with scales of channels, whose results have no reference here."""
+    def check(self, ranks: LocalBuffers, case: LayerCase, cast: Callable[[torch.Tensor], Any] | None = None) -> None:
+        """Compare both forms; `cast`: makes weights whose results have no reference here."""
         calls = [case.call(rank) for rank in range(len(ranks.buffers))]
-        for call in calls if kind is not None else ():
-            call |= {name: quantize_channels(call[name], kind) for name in ("w13", "w2")}
+        for call in calls if cast is not None else ():
+            assert cast is not None
+            call |= {name: cast(call[name]) for name in ("w13", "w2")}
         others = ranks.moe([{**call, "fused": False} for call in calls])
         outs = self.fused(ranks, calls)
         ranks.check()
         for rank, (out, other) in enumerate(zip(outs, others, strict=True)):
-            if kind is None:
+            if cast is None:
                 case.check(rank, out)
             assert torch.equal(out.view(torch.int16), other.view(torch.int16)), (case.seed, rank)
 
@@ -289,7 +294,38 @@ def test_layers_with_scales_of_channels_have_the_bits_of_unfused_ones(
             monkeypatch.setattr(compute, "cast_rows_at_once", lambda rows, n=1 + 2 * seed: n)
             case = random_layer(seed, **sizes, dtype=torch.bfloat16, experts=seed % 2 == 1)
             case.wire = None
-            emulated.check(ranks, case, kind)
+            emulated.check(ranks, case, partial(quantize_channels, dtype=kind))
+
+
+# Schedule of the fused layer, sizes, and whether there are biases and other activations.
+PACKED: dict[str, tuple[str, dict[str, Any], bool]] = {
+    "several ranks": ("64x3c1", SIZES[1] | {"hidden": 288}, False),
+    "pairs": ("64x3c2", SIZES[1] | {"hidden": 288}, True),
+    "uneven ranks": ("64x3c1", SIZES[2], True),
+    "128 rows": ("128x3c1", SIZES[2] | {"hidden": 160, "intermediate": 96}, False),
+    "rows first": ("128x3c1r", SIZES[2] | {"hidden": 160, "intermediate": 96}, True),
+    "rows first, two slots": ("128x2c1r", SIZES[1] | {"hidden": 288}, False),
+    "long rows": ("64x2c1", SIZES[3], False),
+}
+
+
+@pytest.mark.parametrize("name", few(PACKED, "uneven ranks", "rows first"))
+def test_packed_weights_have_the_bits_of_fp8(name: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The unfused layer multiplies the FP8 weights that they stand for."""
+    schedule, sizes, experts = PACKED[name]
+    emulated, packed, used = Emulated(machine, monkeypatch), PACKED_SCHEDULES[schedule], []
+    monkeypatch.setattr(schedules, "packed_as", lambda of: used.append(of) or packed)
+    of_buffer = {name: size for name, size in sizes.items() if name != "intermediate"}
+
+    def drawn(w: torch.Tensor) -> PackedMxfp4:
+        return pack_mxfp4(packed_cases.weights(int(w.float().sum()) % 1000, tuple(w.shape), 117, 121))
+
+    with LocalBuffers(**of_buffer, backend="host", timeout_s=20) as ranks:
+        for seed in range(CASES):
+            case = random_layer(seed, **sizes, dtype=torch.bfloat16, experts=experts)
+            for case.wire in (None, "rows"):
+                emulated.check(ranks, case, drawn)
+    assert len(used) == 2 * CASES * sizes["ranks"]
 
 
 @pytest.mark.parametrize("seed", few(range(8), 0, 1))

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from moecomm.base.choices import Activation
-from moecomm.fused import FP8_SCHEDULES, SCHEDULES
+from moecomm.fused import FP8_SCHEDULES, PACKED_SCHEDULES, SCHEDULES
 from moecomm.fused.compute import layer_kernel, row_tiles_per_turn
 from moecomm.fused.kernels import FP8, Epilogue
 from moecomm.fused.schedules import schedule_of_both
@@ -68,6 +68,16 @@ KERNELS |= {
     for (name, (dtype, apart, hidden, out)), epilogue in zip(
         KINDS.items(), itertools.cycle(Epilogue(activation, True) for activation in get_args(Activation)), strict=False
     )
+}
+# The loops of FP8 with fewer registers.
+KERNELS |= {
+    f"packed, {name}, {epilogue.activation}": layer_kernel(FP8, apart, schedule, hidden, out, counted, epilogue)
+    for name, schedule in PACKED_SCHEDULES.items()
+    for apart, hidden, out, counted, epilogue in (
+        (True, 7168, BF16, 128, Epilogue("swigluoai", True)),
+        (False, 2880, FP16, 32, Epilogue()),
+    )
+    if not schedule.dynamic
 }
 CHANNELS = {"256x4c2u16": (FP8, True, 7168), "64x8c1": (torch.int8, False, 2880), "128x6c1": (FP8, False, 16)}
 KERNELS |= {

@@ -83,7 +83,7 @@ def calls_of(case: LayerCase) -> list[dict[str, Any]]:
     return [case.call(rank, "cuda") for rank in range(len(case.x))]
 
 
-def one_or_other(given: list[dict[str, Any]], fused: bool) -> list[dict[str, Any]]:
+def one_or_other(given: list[dict[str, Any]], fused: bool | None) -> list[dict[str, Any]]:
     """The same calls, rows travelling under the experts or not; sums of ranks travel in float32 in all of them."""
     return [{**call, "fused": fused, "wire": None} for call in given]
 

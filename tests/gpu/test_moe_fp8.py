@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,13 +11,15 @@ import torch
 
 import moecomm
 from moecomm.base.experts import most_experts
-from moecomm.fused import FP8_SCHEDULES, Fp8, choose_fp8, grouped_gemm, schedules
+from moecomm.fused import FP8_SCHEDULES, PACKED_SCHEDULES, Fp8, choose_fp8, grouped_gemm, pack_mxfp4, schedules
 from moecomm.fused.compute import layer_kernel, rows_per_counter
 from moecomm.fused.kernels import FP8, gemm_kernel, publish_kernel
-from moecomm.gpu import plain_kernel
+from moecomm.fused.packed_mxfp4 import unpack
+from moecomm.gpu import plain_kernel, tuning
 from moecomm.testing import random_layer
 
 from ..conftest import GPU_COUNTS, Ranks
+from ..fused.test_packed_mxfp4 import weights
 from .layers import check_replays, checked, compile_all
 from .test_moe import (
     FUSED,
@@ -47,6 +50,7 @@ LARGE: dict[str, Any] = {  # several tiles of columns, groups of several hundred
     "topk": 2,
     "max_tokens": 1500,
 }
+PACKED = [SIZES[0], {**SIZES[4], "hidden": 288}, SIZES[3], LARGE]  # multiples of 32
 PROCESSES = of_processes(SIZES, LARGE)
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -57,18 +61,22 @@ def compiled() -> None:
     if not torch.cuda.is_available():
         return
     kernels: set[plain_kernel.PlainKernel] = set()
-    for sizes, rows in itertools.product((*SIZES, LARGE, *(sizes for sizes, _ in PROCESSES.values())), (1, 1000)):
+    every = [*SIZES, LARGE, *PACKED, *(sizes for sizes, _ in PROCESSES.values())]
+    for sizes, rows in itertools.product(every, (1, 1000)):
         hidden, inner = sizes["hidden"], sizes["intermediate"]
         local = most_experts(sizes["num_experts"], sizes["ranks"])
         first, second = (
             FP8_SCHEDULES[choose_fp8(rows, local, *shape)] for shape in ((2 * inner, hidden), (hidden, inner))
         )
         both, counted = schedules.schedule_of_both(FP8, rows, inner), rows_per_counter(rows * local)
-        kernels |= {gemm_kernel(FP8, True, apart, first, out=FP8) for apart in (False, True)}
-        for dtype in DTYPES:
-            kernels.add(gemm_kernel(FP8, False, False, second, out=dtype))
-            kernels |= {layer_kernel(FP8, apart, both, hidden, dtype, counted) for apart in (False, True)}
-            kernels.add(publish_kernel(dtype, FP8, hidden))
+        kernels |= {publish_kernel(dtype, FP8, hidden) for dtype in DTYPES}
+        for packed in (False, True) if sizes in PACKED else (False,):
+            if packed:
+                first, second, both = map(schedules.packed_as, (first, second, both))
+            kernels |= {gemm_kernel(FP8, True, apart, first, out=FP8) for apart in (False, True)}
+            for dtype in DTYPES:
+                kernels.add(gemm_kernel(FP8, False, False, second, out=dtype))
+                kernels |= {layer_kernel(FP8, apart, both, hidden, dtype, counted) for apart in (False, True)}
     compile_all(kernels)
 
 
@@ -104,6 +112,72 @@ def test_fused_layers_have_the_bits_of_dispatch_and_combine(
             outs = checked(ranks, case, one_or_other(calls, fused=True))
             for rank, (out, other) in enumerate(zip(outs, ranks.moe(one_or_other(calls, fused=False)), strict=True)):
                 assert same_bits(out, other), f"layer of seed {seed}, rank {rank}"
+
+
+def packed_calls(seed: int, calls: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return calls with packed MXFP4 weights, and with the FP8 weights that they stand for."""
+    packed, wide = [], []
+    for rank, call in enumerate(calls):
+        both = {}
+        for name in ("w13", "w2"):
+            drawn = weights(seed * 100 + rank * 10 + len(name), tuple(call[name].shape), 114, 121)
+            both[name] = pack_mxfp4(tuple(part.cuda() for part in drawn))
+        packed.append(call | both)
+        wide.append(call | {name: unpack(w, call[name].shape[2]) for name, w in both.items()})
+    return packed, wide
+
+
+@pytest.mark.gpu1
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "sizes", PACKED, ids=lambda s: f"R{s['ranks']}-H{s['hidden']}-E{s['num_experts']}-K{s['topk']}"
+)
+def test_layers_of_packed_mxfp4_have_the_bits_of_fp8(
+    sizes: dict[str, Any], dtype: torch.dtype, request: pytest.FixtureRequest
+) -> None:
+    with opened(sizes, dtype) as ranks:
+        for seed in seeds(request, 40 if sizes is LARGE else 15):
+            case = random_layer(seed, **sizes, dtype=dtype, experts=seed % 2 == 1)
+            case.wire = None
+            packed, wide = packed_calls(seed, calls_of(case))
+            wanted = ranks.moe(one_or_other(wide, fused=False))
+            ranks.check()
+            for fused in (True, False, True):
+                for rank, (out, want) in enumerate(zip(ranks.moe(one_or_other(packed, fused)), wanted, strict=True)):
+                    assert same_bits(out, want), f"layer of seed {seed}, rank {rank}, fused {fused}"
+            ranks.check()
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize("schedule", PACKED_SCHEDULES)
+def test_fused_layers_of_packed_mxfp4_have_the_same_bits_in_every_schedule(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed_schedule = replace(PACKED_SCHEDULES[schedule], dynamic=False)
+    sizes = {**LARGE, "max_tokens": 700}
+    with opened(sizes) as ranks:
+        case = random_layer(5, **sizes, dtype=torch.bfloat16)
+        case.wire = None
+        packed, wide = packed_calls(5, calls_of(case))
+        wanted = ranks.moe(one_or_other(wide, fused=False))
+        tuning.forget()  # plans that are kept
+        monkeypatch.setattr(schedules, "packed_as", lambda of: packed_schedule)
+        for out, want in zip(ranks.moe(one_or_other(packed, fused=True)), wanted, strict=True):
+            assert same_bits(out, want)
+    tuning.forget()
+
+
+@pytest.mark.gpu1
+def test_a_layer_of_packed_mxfp4_measures_its_forms() -> None:
+    sizes = SIZES[3] | {"ranks": 1}
+    case = full_layer(2, sizes)
+    with opened(sizes) as ranks:
+        (buffer,), (packed, wide) = ranks.buffers, packed_calls(2, calls_of(case))
+        outs = [buffer.moe(**one_or_other(packed, None)[0]) for _ in range(3)]
+        want = buffer.moe(**one_or_other(wide, fused=False)[0])
+        assert [kind.weights for kind in buffer.rounds.layer_forms] == ["int32"]
+        assert all(same_bits(out, want) for out in outs)
 
 
 @pytest.mark.gpu1
