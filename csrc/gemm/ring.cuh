@@ -49,15 +49,20 @@ MOECOMM_FN void release_slot(RingBarriers<c>& barriers, i32 slot) {
     }
 }
 
-// A role's position in a ring: slot and barrier parity.
+// A role's position in a ring or a queue: slot and barrier parity.  The two forms of step() do the same; compilers make other code of each.
 template <i32 slots>
 struct Place {
     i32 slot = 0;
     u32 phase = 0;
 
     MOECOMM_FN void step() {
-        slot = slot == slots - 1 ? 0 : slot + 1;
-        phase ^= slot == 0 ? 1 : 0;
+        if constexpr (slots > 2) {
+            slot = slot == slots - 1 ? 0 : slot + 1;
+            phase ^= slot == 0 ? 1 : 0;
+        } else if (++slot == slots) {
+            slot = 0;
+            phase ^= 1;
+        }
     }
 };
 template <GemmConfig c>

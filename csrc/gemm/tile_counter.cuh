@@ -3,23 +3,13 @@
 // Tiles then begin in their order, so neighbors, which read the same weights, begin together.  Where each cluster takes every n-th tile
 // instead, one with shorter tiles runs ahead.  The lead grows, and weights are read from memory again (docs/maintainers/decisions.md).
 #pragma once
-#include "config.cuh"
+#include "ring.cuh"
 
 namespace moecomm {
 
 constexpr i32 kQueued = 2;  // tiles: one is multiplied while the next is loaded
 
-struct QueuePlace {
-    i32 slot = 0;
-    u32 phase = 0;
-
-    MOECOMM_FN void step() {
-        if (++slot == kQueued) {
-            slot = 0;
-            phase ^= 1;
-        }
-    }
-};
+using QueuePlace = Place<kQueued>;
 
 // Positions that the first block of a pair sends to the second; `arrived` completes when a word has been written.  The first block writes a
 // word again only after its own roles are done with that tile.  They need the second block's half of x, so the second block has read it.

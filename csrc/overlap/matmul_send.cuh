@@ -38,17 +38,7 @@ struct SendShared {
     }
 };
 
-struct StoredPlace {
-    i32 slot = 0;
-    u32 phase = 0;
-
-    MOECOMM_FN void step() {
-        if (++slot == kStoredTiles) {
-            slot = 0;
-            phase ^= 1;
-        }
-    }
-};
+using StoredPlace = Place<kStoredTiles>;
 
 // Calls body(tile) for all tiles of this block's cluster, in order.
 template <GemmConfig c, Send send, i32 ranks, i32 split, class Body>
