@@ -61,7 +61,7 @@ void bind_constants(py::module_& m) {
     m.def(
         "fused_constants",
         [] {
-            return std::map<std::string, i32>{{"gemm_threads", kGemmThreads},        {"widening_threads", kWarpgroup},
+            return std::map<std::string, i32>{{"gemm_threads", kGemmThreads},        {"widening_threads", kWideningGroups * kWarpgroup},
                                               {"most_groups", kMostGroups},          {"slot_row_bytes", kSlotRowBytes},
                                               {"packed_row_bytes", kPackedRowBytes}, {"least_counted", kLeastCounted},
                                               {"publish_threads", kPublishThreads}};

@@ -193,15 +193,14 @@ MOECOMM_FN void load_scales_of_tiles(ExpertLayerShared<c>& s, const ExpertLayerA
 template <GemmConfig c>
 MOECOMM_FN void widen_tiles(ExpertLayerShared<c>& s, const ExpertLayerArgs& args) {
     GemmShared<c>& gemm = s.gemm;
-    RingPlace<c> place;
-    Place<c.packed_stages> from;
+    WideningPlace<c> place;
     for_each_tile(s.queue, [&](const QueuedTile& now, const QueuePlace& at) {
         if (now.product == QueuedTile::first) {
             const i32 steps = ceil_div(args.first.depth, c.depth());
-            widen_tile<c, c.apart>(gemm.ring, gemm.barriers, gemm.scales, gemm.widening, steps, place, from);
+            widen_tile<c, c.apart>(gemm.ring, gemm.barriers, gemm.scales, gemm.widening, steps, place);
         } else {
             const i32 steps = ceil_div(args.second.depth, c.depth());
-            widen_tile<c, false>(gemm.ring, gemm.barriers, gemm.scales, gemm.widening, steps, place, from);
+            widen_tile<c, false>(gemm.ring, gemm.barriers, gemm.scales, gemm.widening, steps, place);
         }
         __syncwarp();
         if (lane_id() == 0) arrive(&s.queue.empty[at.slot]);

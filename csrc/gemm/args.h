@@ -6,7 +6,8 @@ namespace moecomm {
 
 constexpr i32 kSlotRowBytes = 128;  // bytes of a row of x or w in a slot of the ring: the widest swizzle
 constexpr i32 kWarpgroup = 128, kMathGroups = 2;
-constexpr i32 kGemmThreads = (1 + kMathGroups) * kWarpgroup;  // without a widening warpgroup
+constexpr i32 kWideningGroups = 2;                            // warpgroups that widen packed weights (widen.cuh), if there are any
+constexpr i32 kGemmThreads = (1 + kMathGroups) * kWarpgroup;  // without them
 constexpr i32 kPartColumns = 64;                              // rows of w that a warpgroup multiplies at once
 constexpr i32 kMostGroups = 512;                              // shared memory holds a count for each group
 constexpr i32 kRowMaps = 5;                                   // tensor maps of x, one for each box height

@@ -35,14 +35,14 @@ struct GemmConfig {
     MOECOMM_BOTH constexpr bool scaled() const { return type == Type::e4m3 && !channel_scales; }
     // A warpgroup more widens packed weights into slots of the ring, which hold e4m3.
     MOECOMM_BOTH constexpr bool widens() const { return packed_stages > 0; }
-    MOECOMM_BOTH constexpr i32 threads() const { return kGemmThreads + (widens() ? kWarpgroup : 0); }
+    MOECOMM_BOTH constexpr i32 threads() const { return kGemmThreads + (widens() ? kWideningGroups * kWarpgroup : 0); }
     // Registers of a thread of the loader warpgroup, of the widening one, and of one that multiplies: what they leave of those that a block
     // begins with.
-    MOECOMM_BOTH constexpr i32 loader_registers() const { return widens() && most_rows > 64 ? 48 : 40; }
-    MOECOMM_BOTH constexpr i32 widening_registers() const { return most_rows > 64 ? 48 : 128; }
+    MOECOMM_BOTH constexpr i32 loader_registers() const { return widens() && most_rows > 64 ? 32 : 40; }
+    MOECOMM_BOTH constexpr i32 widening_registers() const { return most_rows > 64 ? 32 : 64; }
     MOECOMM_BOTH constexpr i32 math_registers() const { return blocks_per_sm == 2 ? 96 : !widens() ? 232 : most_rows > 64 ? 208 : 168; }
     MOECOMM_BOTH constexpr i32 registers() const {
-        return (loader_registers() + (widens() ? widening_registers() : 0) + kMathGroups * math_registers()) * kWarpgroup;
+        return (loader_registers() + (widens() ? kWideningGroups * widening_registers() : 0) + kMathGroups * math_registers()) * kWarpgroup;
     }
     MOECOMM_BOTH constexpr bool has_slot_scales() const { return scaled() || mxfp4; }  // a slot holds scales beside the operands
     // Accumulators are finished in registers before the epilogue (finish.cuh), which computes SwiGLU alone itself.

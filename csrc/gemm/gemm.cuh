@@ -314,11 +314,10 @@ MOECOMM_FN void load_scales(GemmShared<c>& s, const GemmArgs& args) {
 template <GemmConfig c>
 MOECOMM_FN void widen_tiles(GemmShared<c>& s, const GemmArgs& args) {
     const i32 steps = ceil_div(args.depth, c.depth());
-    RingPlace<c> place;
-    Place<c.packed_stages> from;
+    WideningPlace<c> place;
     MyTiles<c> tiles(args, s);
     for (Tile tile; tiles.find(tile); tiles.step()) {  // all tiles are as deep
-        widen_tile<c, c.apart>(s.ring, s.barriers, s.scales, s.widening, steps, place, from);
+        widen_tile<c, c.apart>(s.ring, s.barriers, s.scales, s.widening, steps, place);
     }
 }
 

@@ -14,7 +14,7 @@
 
 namespace moecomm {
 
-constexpr i32 kWideningWarps = kWarpgroup / kWarp;
+constexpr i32 kWideningWarps = kWarpgroup / kWarp;  // of a group
 
 // Magnitudes of e2m1 * 2^(rise - 8) in e4m3: of 0, 0.5, 1 and 1.5, and of 2, 3, 4 and 6.  Those of rises 0 to 2 are subnormal, in part.
 MOECOMM_BOTH constexpr u32 low_magnitudes(i32 rise) {
@@ -112,7 +112,7 @@ MOECOMM_FN void load_packed(Ring<c>& ring, Widening<c>& packed, const GemmArgs& 
 // A lane's part of the widening: 32 columns of every eighth of the warp's 64 rows of w.
 template <GemmConfig c, bool apart>
 struct WideningLane {
-    static constexpr i32 kRows = c.block_columns() / kWideningWarps, kTurns = kRows / 8, kTogether = c.most_rows > 64 ? 2 : 4;
+    static constexpr i32 kRows = c.block_columns() / kWideningWarps, kTurns = kRows / 8, kTogether = c.most_rows > 64 ? 1 : 2;
 
     u32 from, to, scales, magnitudes;  // addresses in shared memory: of the lane's first row in the first slots
     i32 turn;                          // of a word of scales, so that the rise is an offset into the table
@@ -144,18 +144,36 @@ struct WideningLane {
     }
 };
 
+// Where a widening group is: slots of both rings, and how many steps are left to its next one.  Groups take steps in turn, so that one
+// widens while another waits for barriers or for its stores.
+template <GemmConfig c>
+struct WideningPlace {
+    RingPlace<c> to;
+    Place<c.packed_stages> from;
+    i32 ahead = static_cast<i32>(uniform(threadIdx.x / kWarpgroup)) - kGemmThreads / kWarpgroup;
+
+    MOECOMM_FN void step() {
+        to.step();
+        from.step();
+        ahead = ahead == 0 ? kWideningGroups - 1 : ahead - 1;
+    }
+};
+
 // Widens the weights of a tile into the ring, slot after slot.  Called by the widening warps.  Each waits for `full` of a packed slot and
 // for `empty` of a slot of the ring, as its loader does, and then arrives at the other two barriers.  Cannot fail.
 //
 // Order: lanes write in the generic proxy what wgmma reads in the async proxy, so each lane fences before its warp arrives.
 template <GemmConfig c, bool apart>
 MOECOMM_FN void widen_tile(Ring<c>& ring, RingBarriers<c>& barriers, RingScales<c>& scales, Widening<c>& packed, i32 steps,
-                           RingPlace<c>& place, Place<c.packed_stages>& from) {
+                           WideningPlace<c>& at) {
     using Lane = WideningLane<c, apart>;
     const Lane mine(ring, packed);
     const i32 warp = warp_id() % kWideningWarps, lane = lane_id();
 #pragma unroll 1
-    for (i32 step = 0; step < steps; ++step, place.step(), from.step()) {
+    for (i32 step = 0; step < steps; ++step, at.step()) {
+        if (at.ahead > 0) continue;
+        const auto place = at.to;
+        const auto from = at.from;
         copy_wait(&packed.full[from.slot], from.phase);
         // The next rows are loaded while these are widened.
         uint4 words[2][Lane::kTogether];
