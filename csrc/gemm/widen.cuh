@@ -2,8 +2,9 @@
 // then multiply: the sums are those of e4m3 weights with scales of 128 x 128.
 //
 // Packed weights pass through a ring of their own.  A slot holds 64 bytes of each row of w, without swizzle: 128 columns, 16 bytes for each
-// 32 of them.  In each word of 8 columns, magnitude i is bits 4 i to 4 i + 2; signs of the first four columns are bits 7, 15, 23 and 31, of
-// the others bits 3, 11, 19 and 27.  So a permutation of bytes looks up four e4m3 magnitudes at once, in a table of 8.
+// 32 of them.  In memory, 128 columns of eight rows lie together, row after row, so that a slot is loaded in whole cache lines.  In each
+// word of 8 columns, magnitude i is bits 4 i to 4 i + 2; signs of the first four columns are bits 7, 15, 23 and 31, of the others bits 3,
+// 11, 19 and 27.  So a permutation of bytes looks up four e4m3 magnitudes at once, in a table of 8.
 //
 // A word of scales belongs to 128 columns of a row.  Bits 4 g to 4 g + 3 are the rise of its group g of 32 columns, whose weights are e2m1
 // * 2^(rise - 8), exact in e4m3; rise 15 stands for NaNs.  The upper half is the factor of the row's block, a power of two in bf16: the
@@ -14,7 +15,8 @@
 
 namespace moecomm {
 
-constexpr i32 kWideningWarps = kWarpgroup / kWarp;  // of a group
+constexpr i32 kPackedWords = kWoven * kPackedRowBytes / 4;  // of eight rows in a slot
+constexpr i32 kWideningWarps = kWarpgroup / kWarp;          // of a group
 
 // Magnitudes of e2m1 * 2^(rise - 8) in e4m3: of 0, 0.5, 1 and 1.5, and of 2, 3, 4 and 6.  Those of rises 0 to 2 are subnormal, in part.
 MOECOMM_BOTH constexpr u32 low_magnitudes(i32 rise) {
@@ -94,9 +96,9 @@ MOECOMM_FN void load_packed(Ring<c>& ring, Widening<c>& packed, const GemmArgs& 
         copy_wait(&packed.empty[place.slot], place.phase ^ 1);
         expect_bytes(full, c.packed_bytes());
         if constexpr (apart) {
-            load_pairs(to, args.w, step * kPackedRowBytes, block * (c.block_columns() / (2 * kWoven)), tile.group, full, keep);
+            load_pairs(to, args.w, step * kPackedWords, block * (c.block_columns() / (2 * kWoven)), tile.group, full, keep);
         } else {
-            load_box(to, args.w, step * kPackedRowBytes, first, tile.group, full, keep);
+            load_box(to, args.w, step * kPackedWords, first / kWoven, tile.group, full, keep);
         }
         u32* const of_rows = packed.scales[place.slot];
         if (bytes <= 0) {

@@ -365,13 +365,14 @@ def arguments_at(
     x, w, counts, out = at
     (groups, columns, _), depth, rows = w_shape, x_shape[-1], math.prod(x_shape[:-1])
     tiled = tiled_as(dtype, by_channel)
-    packed = schedule.packed_stages > 0
-    of_bytes = mxfp4 or packed
-    w_dtype, w_bytes = (torch.uint8, kernels.PACKED_ROW_BYTES) if of_bytes else (dtype, kernels.SLOT_ROW_BYTES)
-    if packed:
-        w_shape = (groups, columns, torch.int32.itemsize * w_shape[2])
+    w_dtype, w_bytes = (torch.uint8, kernels.PACKED_ROW_BYTES) if mxfp4 else (dtype, kernels.SLOT_ROW_BYTES)
+    of_w: Any
+    if schedule.packed_stages > 0:
+        of_w = _packed_map(w, w_shape, apart, block_columns(tiled))
+    else:
+        of_w = _weight_map(w, w_shape, w_dtype, apart, block_columns(tiled), w_bytes)
     args = struct("GemmArgs")(
-        w=_weight_map(w, w_shape, w_dtype, apart, block_columns(tiled), w_bytes, not packed),
+        w=of_w,
         out=out,
         counts=counts,
         columns=columns,
@@ -418,20 +419,24 @@ def tiled_as(dtype: torch.dtype, by_channel: bool) -> torch.dtype:
     return torch.bfloat16 if by_channel else dtype
 
 
-def _weight_map(
-    w: int,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    apart: bool,
-    columns: int,
-    row_bytes: int,
-    swizzled: bool,
-) -> Any:
+def _weight_map(w: int, shape: tuple[int, ...], dtype: torch.dtype, apart: bool, columns: int, row_bytes: int) -> Any:
     if apart:
         matrix, strides, boxes = split_map(shape, dtype, columns, row_bytes)
-        return tensor_maps.encode(w, matrix, dtype, boxes, strides, swizzled)
+        return tensor_maps.encode(w, matrix, dtype, boxes, strides)
     box = (1, columns, row_bytes // dtype.itemsize)
-    return tensor_maps.encode(w, tuple(shape), dtype, box, None, swizzled)
+    return tensor_maps.encode(w, tuple(shape), dtype, box)
+
+
+def _packed_map(w: int, shape: tuple[int, ...], apart: bool, columns: int) -> Any:
+    """Return the map of a PackedMxfp4, of which 128 columns of eight rows lie together.  `columns`: see split_map."""
+    groups, rows, words = shape
+    eights, line, box = rows // GRANULARITY, GRANULARITY * words, GRANULARITY * kernels.PACKED_ROW_BYTES // 4
+    if apart:
+        pairs = eights // 2
+        matrix, strides = (groups, pairs, 2, 1, line), (eights * line, line, pairs * line, line, 1)
+        return tensor_maps.encode(w, matrix, torch.int32, (1, columns // (2 * GRANULARITY), 2, 1, box), strides, False)
+    matrix = (groups, eights, line)
+    return tensor_maps.encode(w, matrix, torch.int32, (1, columns // GRANULARITY, box), None, False)
 
 
 def split_map(

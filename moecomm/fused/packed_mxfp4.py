@@ -20,6 +20,7 @@ from moecomm.rounds.rounds import Rounds
 
 _MX_GROUP, _GROUPS = 32, 4  # columns that share a scale; such groups of 128 columns
 _WORDS, _VALUES = 16, 8  # words of 128 columns; values of a word
+_TOGETHER = 8  # rows whose words of 128 columns lie together
 _MOST_RISE, _NAN_RISE = 14, 15  # of a group: its values are e2m1 * 2^(rise - 8), at most 6 * 2^6 = 384
 _OF_RISE = 8  # so much is subtracted from a rise
 _NAN = 255
@@ -37,7 +38,7 @@ class PackedMxfp4(NamedTuple):
     those of such weights.
 
     Attributes:
-        data: int32 `[experts, N, 16 * ceil(K / 128)]`, eight values each.
+        data: int32 `[experts, N, 16 * ceil(K / 128)]`, eight values each; 128 columns of eight rows lie together.
         scales: int32 `[experts, ceil(K / 128), N]`, one for 128 columns of a row: the scale of its block, a power of
             two, and four powers of two for 32 columns each, relative to it.
     """
@@ -61,7 +62,7 @@ def pack_mxfp4(w: tuple[torch.Tensor, torch.Tensor]) -> PackedMxfp4:
         The packed weights, on the same device.
 
     Raises:
-        BadInput: no pair of values and scales as in Mxfp4.
+        BadInput: no pair of values and scales as in Mxfp4; N not a multiple of 8.
     """
     if not isinstance(w, tuple) or len(w) != 2:
         raise BadInput("w", type(w).__name__, "Mxfp4(data, scales)")
@@ -71,6 +72,8 @@ def pack_mxfp4(w: tuple[torch.Tensor, torch.Tensor]) -> PackedMxfp4:
         raise BadInput("w", "a tensor without memory", "one that has some")
     w = Mxfp4(*(tensor.resolve_neg() for tensor in w))
     experts, rows, half = w.data.shape
+    if rows % _TOGETHER:
+        raise BadInput("w", described(w.data), f"N a multiple of {_TOGETHER}")
     steps = -(-2 * half // GROUP)
     data = torch.empty(experts, rows, steps * _WORDS, dtype=torch.int32, device=w.data.device)
     scales = torch.empty(experts, steps, rows, dtype=torch.int32, device=w.data.device)
@@ -110,7 +113,8 @@ def _pack(values: torch.Tensor, of_values: torch.Tensor, data: torch.Tensor, sca
     word = torch.zeros(of_words.shape[:-1], dtype=torch.int32, device=device)
     for i in range(_VALUES):
         word |= (of_words[:, :, i] & 7) << _MAGNITUDES[i] | (of_words[:, :, i] >> 3) << _SIGNS[i]
-    data.copy_(word)
+    # 128 columns of eight rows lie together.
+    data.view(-1, steps, _TOGETHER, _WORDS).copy_(word.view(-1, _TOGETHER, steps, _WORDS).transpose(1, 2))
 
 
 def unpack(w: tuple[torch.Tensor, torch.Tensor], depth: int | None = None) -> Fp8:
@@ -124,7 +128,8 @@ def unpack(w: tuple[torch.Tensor, torch.Tensor], depth: int | None = None) -> Fp
     of_nan = torch.full_like(table[:1], float("nan"))
     magnitudes = torch.cat((table, of_nan)).to(torch.float8_e4m3fn).view(torch.uint8)  # of a rise
     for expert in range(experts):
-        matrix, scales = words[expert].view(rows, steps * _GROUPS, _VALUES // 2), of_words[expert].T
+        matrix = words[expert].view(-1, steps, _TOGETHER, _WORDS).transpose(1, 2).reshape(rows, steps * _GROUPS, -1)
+        scales = of_words[expert].T
         rise = torch.stack([scales >> 4 * group & 15 for group in range(_GROUPS)], dim=-1).view(rows, -1, 1)
         columns = [
             magnitudes[rise, matrix >> _MAGNITUDES[i] & 7] | (matrix >> _SIGNS[i] & 1).to(torch.uint8) << 7

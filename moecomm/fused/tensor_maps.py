@@ -17,6 +17,7 @@ _TYPES = {
     torch.float16: "CU_TENSOR_MAP_DATA_TYPE_FLOAT16",
     torch.float8_e4m3fn: "CU_TENSOR_MAP_DATA_TYPE_UINT8",
     torch.uint8: "CU_TENSOR_MAP_DATA_TYPE_UINT8",
+    torch.int32: "CU_TENSOR_MAP_DATA_TYPE_INT32",
     torch.int8: "CU_TENSOR_MAP_DATA_TYPE_UINT8",
 }
 
@@ -37,11 +38,11 @@ def parameters(
         address: device address of the matrix.
         shape: sizes of the dimensions, slowest first.
         dtype: of the elements.
-        box: sizes of a box, at most 256 each; its fastest dimension has 128 or 64 bytes.
+        box: sizes of a box, at most 256 each; where it is swizzled, its fastest dimension has 128 or 64 bytes.
         strides: in elements, the last of them 1; default: contiguous.
         swizzled: boxes have the swizzle of their rows' 128 or 64 bytes, not none.
     """
-    assert len(shape) == len(box) and box[-1] * dtype.itemsize in (64, 128) and max(box) <= 256
+    assert len(shape) == len(box) and max(box) <= 256
     if strides is None:
         strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
     dims, stride_bytes = list(reversed(shape)), [dtype.itemsize * step for step in reversed(strides)]

@@ -79,7 +79,7 @@ inline void load_box(unsigned to, const void* map, const int (&at)[5], const voi
     unsigned rows = 1;
     for (int d = 1; d < rank; ++d) rows *= m.box[d];
     const bool plain = (m.rank_and_size >> 16 & 1) != 0;
-    if (to % (plain ? 128 : 1024) != 0 || (row_bytes != 128 && row_bytes != 64)) __builtin_trap();
+    if (to % (plain ? 128 : 1024) != 0 || (!plain && row_bytes != 128 && row_bytes != 64)) __builtin_trap();
     for (int block = first; block < first + count; ++block) {
         unsigned char* const shared = of_cluster(cluster, block)->shared;
         require_no_barriers(*of_cluster(cluster, block), to, rows * row_bytes);

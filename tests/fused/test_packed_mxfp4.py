@@ -83,7 +83,7 @@ def test_small_scales_are_rounded_within_the_bound() -> None:
 
 def test_every_scale_and_nan() -> None:
     """Scales of one group, with all others 0, in blocks of their own; NaN is of 32 columns of one row."""
-    data, scales = torch.zeros(256, 2, 64, dtype=torch.uint8), torch.full((256, 2, 4), 254, dtype=torch.uint8)
+    data, scales = torch.zeros(256, 8, 64, dtype=torch.uint8), torch.full((256, 8, 4), 254, dtype=torch.uint8)
     data[:, :, 16:32] = torch.arange(16).to(torch.uint8) * 17
     scales[:, :, 1] = torch.arange(256)[:, None]
     w = Mxfp4(data, scales)
@@ -94,7 +94,7 @@ def test_every_scale_and_nan() -> None:
     factors = packed_mxfp4.unpack(packed).scales
     assert bool((factors >= 2.0**-126).all()) and float(factors.max()) == 2.0**121
     # One NaN beside other groups and rows of its block.
-    one = weights(3, (1, 130, 256))
+    one = weights(3, (1, 136, 256))
     changed = Mxfp4(one.data, one.scales.clone())
     changed.scales[0, 7, 5] = 255
     found, before = wide(pack_mxfp4(changed)), wide(pack_mxfp4(one))
