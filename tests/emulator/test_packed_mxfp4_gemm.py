@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import pytest
@@ -130,6 +131,31 @@ def test_the_kernel_has_the_bits_of_the_kernel_for_fp8(name: str) -> None:
         for row in range(rows):
             want[row] = matrices[row] @ of_x[row]
         assert float((found[0][:rows].double() - want).abs().max() / want.abs().max()) < 0.01
+
+
+@pytest.mark.parametrize("seed", few(range(24), 0))
+def test_random_products_have_the_bits_of_fp8(seed: int) -> None:
+    """Any sizes, groups and schedules; weights of any scales, rounded where they must be, with some NaNs."""
+    drawn, g = random.Random(seed), torch.Generator().manual_seed(seed)
+    schedule = drawn.choice(list(PACKED_SCHEDULES))
+    activation = drawn.choice((None, "swiglu", "swigluoai", "geglu"))
+    interleaved, cast = drawn.random() < 0.5, activation is not None and drawn.random() < 0.5
+    unit = 8 if activation is None else 16 if interleaved else 64
+    counts = [drawn.choice((0, 1, drawn.randint(2, 70), drawn.randint(60, 200))) for _ in range(drawn.randint(1, 3))]
+    columns, depth = unit * drawn.randint(1, 600 // unit), 32 * drawn.randint(1, 20)
+    shape = len(counts), columns, depth // 32
+    scales = torch.randint(90, 130, shape, generator=g)
+    scales = torch.where(torch.rand(shape, generator=g) < 0.01 * (seed % 2), 255, scales).to(torch.uint8)
+    w = pack_mxfp4(Mxfp4(weights_of(g, (len(counts), columns, depth)).data, scales))
+    x, tokens, rows = rows_of(g, sum(counts) + 9, depth), torch.tensor(counts, dtype=torch.int32), sum(counts)
+    bias = torch.randn(len(counts), columns, generator=g) if drawn.random() < 0.5 else None
+    found = product(x, w, tokens, PACKED_SCHEDULES[schedule], activation, interleaved, bias, cast)
+    wanted = product(x, unpack(w, depth), tokens, FP8_SCHEDULES["64x5c1"], activation, interleaved, bias, cast)
+    for mine, other in zip(found, wanted, strict=True):
+        if mine is not None and other is not None:
+            assert torch.equal(mine.isnan(), other.isnan()) and bool(mine[rows:].isnan().all())
+            both = (torch.where(t.isnan(), 0, t.float())[:rows] for t in (mine, other))
+            assert torch.equal(*(t.view(torch.int32) for t in both))
 
 
 def every_value() -> Mxfp4:
