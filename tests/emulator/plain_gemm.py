@@ -51,7 +51,9 @@ BODIES: dict[str, dict[str, str]] = {
     },
     "gemm/widen.cuh": {
         "look_up": "return __byte_perm(low, high, places);",
-        "load_shared_word": "u32 v; memcpy(&v, emulator::shared_at(address), 4); return v;",
+        # Some warps take longer.
+        "load_shared_word": "for (u32 left = threadIdx.x / kWarp % 4 * 3; left != 0; --left) "
+        "emulator::emulator_yield(); u32 v; memcpy(&v, emulator::shared_at(address), 4); return v;",
         "store_shared": "memcpy(emulator::shared_at(address), &v, 16);",
     },
     "gemm/scaled.cuh": {

@@ -16,7 +16,8 @@ from .units import Units, edited
 
 pytestmark = pytest.mark.long
 
-FILE, PACKED, EVERY, PAIRS = "gemm/mxfp4.cuh", "gemm/packed_scaled.cuh", "every value", "256x4c2u16"
+FILE, EVERY, PAIRS = "gemm/mxfp4.cuh", "every value", "256x4c2u16"
+MANY, AT_NAN = "many steps", "low_magnitudes(i32 rise) {\n    if ("
 MUTANTS = [  # `caught_by`: a case of test_mxfp4_gemm.py, or EVERY
     Mutant(name, FILE, old, new, caught_by)
     for name, old, new, caught_by in (
@@ -39,26 +40,36 @@ MUTANTS = [  # `caught_by`: a case of test_mxfp4_gemm.py, or EVERY
         ("a slot is free too early", "before = place.slot;", "before = (place.slot + 1) % c.stages;", "plain"),
     )
 ] + [  # `caught_by`: a case of test_packed_mxfp4_gemm.py, or EVERY
-    Mutant(f"packed: {name}", PACKED, old, new, caught_by)
-    for name, old, new, caught_by in (
-        ("1 is 1.5", "kLowTable = 0x14100800u", "kLowTable = 0x14140800u", "plain"),
-        ("half has no rise", "kLowRise = 0x08080800u", "kLowRise = 0x08080000u", "plain"),
-        ("4 has no rise", "kHighRise = 0x08080808u", "kHighRise = 0x08000808u", "plain"),
-        ("no sign of the fourth", "| (word & kByteSigns)", "| (word & 0x00808080u)", "plain"),
-        ("no sign of the fifth", "(word << 4 & kByteSigns)", "(word << 4 & 0x80808000u)", "plain"),
-        ("rises of two groups", "0x4440u | static_cast<u32>(i)", "0x4440u | static_cast<u32>(i & 2)", "plain"),
-        ("rises above 7", "kLowHalves = 0x0f0f0f0fu", "kLowHalves = 0x07070707u", "plain"),
-        ("small exponents", "scales >> 1 & 0x78000000u", "scales >> 1 & 0x70000000u", EVERY),
-        ("odd exponents", "scales << 3 & 0x07800000u", "scales << 3 & 0x07000000u", "plain"),
-        ("one row's scales", "scales + second * 8 * 4", "scales", "plain"),
-        ("one row's values", "values + second * 8 * kPackedRowBytes", "values", "plain"),
-        ("no swizzle", "((lane_id() % 4) ^ (row / 2 % 4))", "(lane_id() % 4)", "plain"),
-        ("x of one group", "operand(rows + 2 * k)", "operand(rows)", "plain"),
-        ("one scale of two rows of x", "of_rows.y * factors", "of_rows.x * factors", "plain"),
-        ("scales of the first step", "step += columns;", "step += 0;", "plain"),
-        ("factors of the other part", "accum[0], products, factors[0]", "accum[0], products, factors[1]", "plain"),
-        ("gate rows alone", "c.apart ? apart_row(", "false ? apart_row(", "apart"),
-        ("a slot is free too early", "before = place.slot;", "before = (place.slot + 1) % c.stages;", "plain"),
+    Mutant(f"packed: {name}", f"gemm/{file}.cuh", old, new, caught_by)
+    for name, file, old, new, caught_by in (
+        ("1 is 1.5", "widen", ": 0x14100800u", ": 0x14140800u", "plain"),
+        ("4 has no rise", "widen", "0x08080808u * static", "0x08000808u * static", "plain"),
+        ("subnormal halves", "widen", "rise < 3 ?", "rise < 2 ?", EVERY),
+        ("subnormal twos", "widen", "rise < 1 ?", "rise < 0 ?", EVERY),
+        ("no NaN", "widen", f"{AT_NAN}rise == kRises", f"{AT_NAN}rise == 2 * kRises", EVERY),
+        ("no sign of the fourth", "widen", "| (word & kSigns)", "| (word & 0x00808080u)", "plain"),
+        ("no sign of the fifth", "widen", "(word << 4 & kSigns)", "(word << 4 & 0x80808000u)", "plain"),
+        ("rises of another group", "widen", "(4 * group - 3)", "(4 * (group ^ 1) - 3)", "plain"),
+        ("rises above 7", "widen", "(kRises - 1) * 8)", "(kRises / 2 - 1) * 8)", "plain"),
+        ("no swizzle", "widen", "((2 * group) ^ (lane / 4)) * 16", "(2 * group) * 16", "plain"),
+        ("halves of 32 columns side by side", "widen", "at ^ 16", "at + 16", "plain"),
+        ("rows of one warp", "widen", "row = warp * kRows + lane / 4;", "row = lane / 4;", "plain"),
+        ("scales of one row of 8", "widen", ": nth * kWoven;", ": 0;", "plain"),
+        ("scales of gate rows alone", "widen", "nth % 2 * Widening<c>::kHalf", "0", "apart"),
+        ("scales of gate rows twice", "widen", "of_rows + kRows, scales + half", "of_rows + kRows, scales", "apart"),
+        ("factors of gate rows alone", "widen", "lane * Widening<c>::kHalf", "0", "apart"),
+        ("factors of the first rows", "widen", ": warp * Lane::kRows;", ": 0;", "plain"),
+        ("scales of the first step", "widen", "scales += args.columns,", "scales += 0,", "plain"),
+        ("weights of the first block", "widen", "block * (c.block_columns() / (2 * kWoven))", "0", "pairs"),
+        ("a packed slot that is not full", "widen", "copy_wait(&packed.full[from.slot], from.phase);", "", MANY),
+        ("a packed slot that is taken", "widen", "copy_wait(&packed.empty[place.slot], place.phase ^ 1);", "", MANY),
+        ("a slot that is not free", "widen", "copy_wait(&barriers.empty[place.slot], place.phase ^ 1);", "", MANY),
+        ("weights without their scales", "widen", "barrier_init(&full[s], 2);", "barrier_init(&full[s], 1);", MANY),
+        ("free after one warp", "widen", "&empty[s], kWideningWarps", "&empty[s], 1", MANY),
+        ("a packed slot is kept", "widen", "arrive(&packed.empty[from.slot]);", "", "plain"),
+        ("full after one warp", "ring", "c.widens() ? kWarpgroup / kWarp : 0", "c.widens() ? 1 : 0", MANY),
+        ("rows of one unit", "gemm", "[place.slot], tile.padded * kSlot", "[place.slot], 16 * kSlot", "plain"),
+        ("a tile is forgotten", "gemm", "if (!found) tile.rows = 0;", "if (index % 2 == 1) tile.rows = 0;", "plain"),
     )
 ] + [  # `caught_by`: a schedule of test_grouped_gemm.py
     Mutant(f"dynamic: {name}", f"gemm/{file}.cuh", old, new, PAIRS)
@@ -96,10 +107,12 @@ def test_a_mutant_is_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> 
         test = partial(plain_cases.test_a_dynamic_order_has_all_tiles, PAIRS, False, monkeypatch)
     elif mutant.name.startswith("tall"):
         test = partial(plain_cases.test_the_kernel_computes_what_the_reference_does, mutant.caught_by, monkeypatch)
+    elif mutant.name.startswith("packed") and mutant.caught_by == EVERY:
+        test = partial(packed_cases.test_every_value_with_every_scale, "64x3c1", packed_cases.every_value)
+    elif mutant.name.startswith("packed"):
+        test = partial(packed_cases.test_the_kernel_has_the_bits_of_the_kernel_for_fp8, mutant.caught_by)
     elif mutant.caught_by == EVERY:
-        test = (packed_cases if mutant.file == PACKED else cases).test_every_value_with_every_scale
-    elif mutant.file == PACKED:
-        test = partial(packed_cases.test_the_kernel_has_the_products_of_widened_weights, mutant.caught_by)
+        test = cases.test_every_value_with_every_scale
     else:
         test = partial(cases.test_the_kernel_has_the_bits_of_the_kernel_for_bf16, mutant.caught_by)
     with pytest.raises(AssertionError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import pytest
@@ -72,18 +73,23 @@ def rows_of(generator: torch.Generator, rows: int, depth: int) -> Fp8:
     return Fp8(data, torch.rand(rows, -(-depth // GROUP), generator=generator) + 0.5)
 
 
-def weights_of(generator: torch.Generator, shape: tuple[int, int, int], scales: tuple[int, int]) -> Mxfp4:
+def weights_of(generator: torch.Generator, shape: tuple[int, int, int]) -> Mxfp4:
+    """Return weights that packing does not round; each block of 128 rows and 128 columns has a range of its own."""
     experts, columns, depth = shape
     data = torch.randint(0, 256, (experts, columns, depth // 2), generator=generator).to(torch.uint8)
-    of_data = torch.randint(*scales, (experts, columns, depth // 32), generator=generator).to(torch.uint8)
-    return Mxfp4(data, of_data)
+    blocks = torch.randint(108, 116, (experts, -(-columns // GROUP), -(-depth // GROUP)), generator=generator)
+    of_blocks = blocks.repeat_interleave(GROUP, dim=1).repeat_interleave(GROUP // 32, dim=2)
+    of_data = of_blocks[:, :columns, : depth // 32] + torch.randint(
+        15, (experts, columns, depth // 32), generator=generator
+    )
+    return Mxfp4(data, of_data.to(torch.uint8))
 
 
 # Schedule, activation, interleaved, rows, columns, depth, cast.
 CASES: dict[str, tuple[str, Activation | None, bool, tuple[int, ...], int, int, bool]] = {
     "plain": ("64x3c1", None, True, (5, 0, 90, 1), 328, 288, False),
-    "one step": ("64x2c1", None, True, (7, 64), 264, 32, False),
-    "many steps": ("64x4c1", None, True, (64, 3), 136, 1120, False),
+    "one step": ("64x4c1", None, True, (7, 64), 264, 32, False),
+    "many steps": ("64x2c1", None, True, (64, 3), 136, 1120, False),
     "interleaved": ("64x3c1", "swiglu", True, (3, 150), 304, 160, True),
     "apart": ("64x3c1", "swigluoai", False, (20, 0, 100), 192, 288, False),
     "apart, cast": ("64x3c1", "swigluoai", False, (40, 129), 320, 576, True),
@@ -107,7 +113,7 @@ def test_the_kernel_has_the_bits_of_the_kernel_for_fp8(name: str) -> None:
     schedule, activation, interleaved, counts, columns, depth, cast = CASES[name]
     g = torch.Generator().manual_seed(columns)
     experts, tokens = len(counts), torch.tensor(counts, dtype=torch.int32)
-    plain, x = weights_of(g, (experts, columns, depth), (112, 123)), rows_of(g, sum(counts) + 9, depth)
+    plain, x = weights_of(g, (experts, columns, depth)), rows_of(g, sum(counts) + 9, depth)
     w, x = pack_mxfp4(plain), Fp8(x.data, x.scales / 256)
     of_fp8, rows = unpack(w, depth), sum(counts)
     assert torch.equal(wide_of(of_fp8, GROUP), dequantize(plain).double())
@@ -127,12 +133,38 @@ def test_the_kernel_has_the_bits_of_the_kernel_for_fp8(name: str) -> None:
         assert float((found[0][:rows].double() - want).abs().max() / want.abs().max()) < 0.01
 
 
+@pytest.mark.parametrize("seed", few(range(24), 0))
+def test_random_products_have_the_bits_of_fp8(seed: int) -> None:
+    """Any sizes, groups and schedules; weights of any scales, rounded where they must be, with some NaNs."""
+    drawn, g = random.Random(seed), torch.Generator().manual_seed(seed)
+    schedule = drawn.choice(list(PACKED_SCHEDULES))
+    activation = drawn.choice((None, "swiglu", "swigluoai", "geglu"))
+    interleaved, cast = drawn.random() < 0.5, activation is not None and drawn.random() < 0.5
+    unit = 8 if activation is None else 16 if interleaved else 64
+    counts = [drawn.choice((0, 1, drawn.randint(2, 70), drawn.randint(60, 200))) for _ in range(drawn.randint(1, 3))]
+    columns, depth = unit * drawn.randint(1, 600 // unit), 32 * drawn.randint(1, 20)
+    shape = len(counts), columns, depth // 32
+    scales = torch.randint(90, 130, shape, generator=g)
+    scales = torch.where(torch.rand(shape, generator=g) < 0.01 * (seed % 2), 255, scales).to(torch.uint8)
+    w = pack_mxfp4(Mxfp4(weights_of(g, (len(counts), columns, depth)).data, scales))
+    x, tokens, rows = rows_of(g, sum(counts) + 9, depth), torch.tensor(counts, dtype=torch.int32), sum(counts)
+    bias = torch.randn(len(counts), columns, generator=g) if drawn.random() < 0.5 else None
+    found = product(x, w, tokens, PACKED_SCHEDULES[schedule], activation, interleaved, bias, cast)
+    wanted = product(x, unpack(w, depth), tokens, FP8_SCHEDULES["64x5c1"], activation, interleaved, bias, cast)
+    for mine, other in zip(found, wanted, strict=True):
+        if mine is not None and other is not None:
+            assert torch.equal(mine.isnan(), other.isnan()) and bool(mine[rows:].isnan().all())
+            both = (torch.where(t.isnan(), 0, t.float())[:rows] for t in (mine, other))
+            assert torch.equal(*(t.view(torch.int32) for t in both))
+
+
 def every_value() -> Mxfp4:
     """Return every value with every difference of two scales, and with every scale."""
     codes = torch.arange(16) | torch.arange(16).flip(0) << 4
     data = codes.to(torch.uint8).repeat(4).expand(3, 256, 64).clone()
     scales = torch.full((3, 256, 4), 120, dtype=torch.uint8)
     scales[0, 1::2, 0] = 255
+    data[0, 1::4, :16] = 0  # NaN, too
     scales[1, :, 1:3] = (120 - torch.arange(256).clamp(max=24)).to(torch.uint8)[:, None]
     scales[2] = (torch.arange(256) % 128 // 8 * 16 + torch.arange(256) // 128)[:, None]  # in one block
     return Mxfp4(data, scales)

@@ -136,6 +136,8 @@ def test_a_layer_has_the_bits_of_its_parts(interleaved: bool) -> None:
         inner = grouped_gemm(rows, call["w13"], counts, activation="swiglu", interleaved=interleaved)
         y = grouped_gemm(Fp8(*quantize(inner)), call["w2"], counts)
         want = buffer.combine(y, routed.handle, wire=call["wire"])
+        of_fp8 = {name: packed_mxfp4.unpack(call[name], K) for name, K in (("w13", 96), ("w2", 64))}
+        outs.append(buffer.moe(**call | of_fp8))
         assert all(torch.equal(out, want) for out in outs)
 
 
