@@ -61,12 +61,12 @@ void bind_constants(py::module_& m) {
     m.def(
         "fused_constants",
         [] {
-            return std::map<std::string, i32>{{"gemm_threads", kGemmThreads},        {"widening_threads", kWideningGroups * kWarpgroup},
-                                              {"most_groups", kMostGroups},          {"slot_row_bytes", kSlotRowBytes},
-                                              {"packed_row_bytes", kPackedRowBytes}, {"least_counted", kLeastCounted},
-                                              {"publish_threads", kPublishThreads}};
+            return std::map<std::string, i32>{{"gemm_threads", kGemmThreads},    {"most_groups", kMostGroups},
+                                              {"slot_row_bytes", kSlotRowBytes}, {"packed_row_bytes", kPackedRowBytes},
+                                              {"least_counted", kLeastCounted},  {"publish_threads", kPublishThreads}};
         },
         "Constants of csrc/gemm and csrc/fused by name.");
+    m.def("gemm_threads", &gemm_threads, py::arg("most_rows"), py::arg("packed_stages"), "Threads of a block of the grouped GEMM.");
     m.def("gemm_shared_bytes", &gemm_shared_bytes, py::arg("scaled"), py::arg("most_rows"), py::arg("stages"), py::arg("mxfp4") = false,
           py::arg("dynamic") = false, py::arg("packed_stages") = 0, "Dynamic shared memory of a block of the grouped GEMM.");
     m.def("expert_layer_shared_bytes", &expert_layer_shared_bytes, py::arg("scaled"), py::arg("most_rows"), py::arg("stages"),

@@ -357,8 +357,9 @@ MOECOMM_FN void expert_layer(const ExpertLayerArgs& args) {
     if constexpr (c.cluster > 1) sync_cluster<c.cluster>();
     constexpr GemmConfig product = second_of(c, out);
     constexpr Registers registers = r.whole ? Registers{88, 208} : Registers{c.loader_registers(), c.math_registers()};
-    static_assert((registers.loader + kMathGroups * registers.math) * kWarpgroup <= 65536 && c.registers() <= 65536,
-                  "registers of a multiprocessor");
+    static_assert((registers.loader + c.widening_groups() * c.widening_registers() + kMathGroups * registers.math) * kWarpgroup <=
+                      c.launched_registers(),
+                  "what setmaxnreg may move");
     if (threadIdx.x < kWarpgroup) {
         reg_dealloc<registers.loader>();
         if (threadIdx.x == 0) load_tiles(s, args);

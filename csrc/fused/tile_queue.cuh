@@ -28,7 +28,7 @@ struct TileQueue {
             barrier_init(&full[i], 1);
             barrier_init(&stored[i], kMathGroups * kWarpgroup / kWarp);
             // Loader, completion warp and, with scales, scale loader; widening warps.
-            barrier_init(&empty[i], (c.scaled() ? 3 : 2) + (c.widens() ? kWideningGroups * kWideningWarps : 0));
+            barrier_init(&empty[i], (c.scaled() ? 3 : 2) + c.widening_groups() * kWideningWarps);
         }
         positions.init();
     }

@@ -6,8 +6,7 @@ namespace moecomm {
 
 constexpr i32 kSlotRowBytes = 128;  // bytes of a row of x or w in a slot of the ring: the widest swizzle
 constexpr i32 kWarpgroup = 128, kMathGroups = 2;
-constexpr i32 kWideningGroups = 2;                            // warpgroups that widen packed weights (widen.cuh), if there are any
-constexpr i32 kGemmThreads = (1 + kMathGroups) * kWarpgroup;  // without them
+constexpr i32 kGemmThreads = (1 + kMathGroups) * kWarpgroup;  // without warpgroups that widen weights
 constexpr i32 kPartColumns = 64;                              // rows of w that a warpgroup multiplies at once
 constexpr i32 kMostGroups = 512;                              // shared memory holds a count for each group
 constexpr i32 kRowMaps = 5;                                   // tensor maps of x, one for each box height
@@ -44,6 +43,11 @@ struct GemmArgs {
     u64 next_tile;                    // with GemmConfig::dynamic, u32: position that a cluster takes next, 0 before the launch
 };
 
+// Warpgroups that widen packed weights (widen.cuh): two, where accumulators leave them registers.
+MOECOMM_BOTH constexpr i32 widening_groups(i32 most_rows, i32 packed_stages) { return packed_stages == 0 ? 0 : most_rows > 64 ? 1 : 2; }
+MOECOMM_BOTH constexpr i32 gemm_threads(i32 most_rows, i32 packed_stages) {
+    return kGemmThreads + widening_groups(most_rows, packed_stages) * kWarpgroup;
+}
 // Rows of w that a block multiplies (columns of the product).
 MOECOMM_BOTH constexpr i32 gemm_block_columns(bool scaled) { return kMathGroups * (scaled ? 2 : 1) * kPartColumns; }
 // Bytes of the product that a warpgroup transposes in one step of the epilogue.

@@ -33,17 +33,22 @@ struct GemmConfig {
 
     // A scale for 128 columns of x, and for 128 rows and columns of w.
     MOECOMM_BOTH constexpr bool scaled() const { return type == Type::e4m3 && !channel_scales; }
-    // A warpgroup more widens packed weights into slots of the ring, which hold e4m3.
+    // Warpgroups more widen packed weights into slots of the ring, which hold e4m3.
     MOECOMM_BOTH constexpr bool widens() const { return packed_stages > 0; }
-    MOECOMM_BOTH constexpr i32 threads() const { return kGemmThreads + (widens() ? kWideningGroups * kWarpgroup : 0); }
-    // Registers of a thread of the loader warpgroup, of the widening one, and of one that multiplies: what they leave of those that a block
-    // begins with.
-    MOECOMM_BOTH constexpr i32 loader_registers() const { return widens() && most_rows > 64 ? 32 : 40; }
-    MOECOMM_BOTH constexpr i32 widening_registers() const { return most_rows > 64 ? 32 : 64; }
-    MOECOMM_BOTH constexpr i32 math_registers() const { return blocks_per_sm == 2 ? 96 : !widens() ? 232 : most_rows > 64 ? 208 : 168; }
-    MOECOMM_BOTH constexpr i32 registers() const {
-        return (loader_registers() + (widens() ? kWideningGroups * widening_registers() : 0) + kMathGroups * math_registers()) * kWarpgroup;
+    MOECOMM_BOTH constexpr i32 widening_groups() const { return moecomm::widening_groups(most_rows, packed_stages); }
+    MOECOMM_BOTH constexpr i32 threads() const { return gemm_threads(most_rows, packed_stages); }
+    // Registers of a thread of the loader warpgroup, of a widening one, and of one that multiplies.
+    MOECOMM_BOTH constexpr i32 loader_registers() const { return widens() && most_rows > 64 ? 48 : 40; }
+    MOECOMM_BOTH constexpr i32 widening_registers() const { return most_rows > 64 ? 48 : 64; }
+    MOECOMM_BOTH constexpr i32 math_registers() const {
+        if (widens()) return most_rows > 64 ? 208 : 152;
+        return blocks_per_sm == 2 ? 96 : 232;
     }
+    // Registers of a block, and those that it is launched with: setmaxnreg moves them between warps, and waits forever for more.
+    MOECOMM_BOTH constexpr i32 registers() const {
+        return (loader_registers() + widening_groups() * widening_registers() + kMathGroups * math_registers()) * kWarpgroup;
+    }
+    MOECOMM_BOTH constexpr i32 launched_registers() const { return 65536 / (blocks_per_sm * threads()) / 8 * 8 * threads(); }
     MOECOMM_BOTH constexpr bool has_slot_scales() const { return scaled() || mxfp4; }  // a slot holds scales beside the operands
     // Accumulators are finished in registers before the epilogue (finish.cuh), which computes SwiGLU alone itself.
     MOECOMM_BOTH constexpr bool finishes() const { return bias || (gated && activation != Activation::swiglu); }

@@ -114,7 +114,7 @@ MOECOMM_FN void load_packed(Ring<c>& ring, Widening<c>& packed, const GemmArgs& 
 // A lane's part of the widening: 32 columns of every eighth of the warp's 64 rows of w.
 template <GemmConfig c, bool apart>
 struct WideningLane {
-    static constexpr i32 kRows = c.block_columns() / kWideningWarps, kTurns = kRows / 8, kTogether = c.most_rows > 64 ? 1 : 2;
+    static constexpr i32 kRows = c.block_columns() / kWideningWarps, kTurns = kRows / 8, kTogether = 2;
 
     u32 from, to, scales, magnitudes;  // addresses in shared memory: of the lane's first row in the first slots
     i32 turn;                          // of a word of scales, so that the rise is an offset into the table
@@ -157,7 +157,7 @@ struct WideningPlace {
     MOECOMM_FN void step() {
         to.step();
         from.step();
-        ahead = ahead == 0 ? kWideningGroups - 1 : ahead - 1;
+        ahead = ahead == 0 ? c.widening_groups() - 1 : ahead - 1;
     }
 };
 

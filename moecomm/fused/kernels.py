@@ -17,7 +17,6 @@ from moecomm.gpu.plain_kernel import PlainKernel
 
 _CONSTANTS = _native.fused_constants()
 THREADS, MOST_GROUPS = _CONSTANTS["gemm_threads"], _CONSTANTS["most_groups"]
-WIDENING_THREADS = _CONSTANTS["widening_threads"]
 SLOT_ROW_BYTES, PACKED_ROW_BYTES = _CONSTANTS["slot_row_bytes"], _CONSTANTS["packed_row_bytes"]
 LEAST_COUNTED, PUBLISH_THREADS = _CONSTANTS["least_counted"], _CONSTANTS["publish_threads"]
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}  # dtypes of unquantized products
@@ -118,8 +117,8 @@ def gemm_kernel(
 
 
 def threads(schedule: Schedule) -> int:
-    """Return the threads of a block: one warpgroup more widens packed weights."""
-    return THREADS + (WIDENING_THREADS if schedule.packed_stages else 0)
+    """Return the threads of a block; some more widen packed weights."""
+    return _native.gemm_threads(schedule.most_rows, schedule.packed_stages)
 
 
 def unfit(columns: int, depth: int, fp8: bool, gated: bool, interleaved: bool) -> str:
