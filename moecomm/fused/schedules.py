@@ -115,23 +115,11 @@ MXFP4_SCHEDULES = {
 # Packed MXFP4 weights beside FP8 rows: weights wait in slots of their own, as many as there is memory for beside x
 # slots of FP8.
 PACKED_SCHEDULES = {
-    "64x2c1": Schedule(row_unit=16, most_rows=64, stages=2, cluster=1, packed_stages=7),
     "64x3c1": Schedule(row_unit=16, most_rows=64, stages=3, cluster=1, packed_stages=5),
-    "64x4c1": Schedule(row_unit=16, most_rows=64, stages=4, cluster=1, packed_stages=2),
-    "64x3c2": Schedule(row_unit=16, most_rows=64, stages=3, cluster=2, packed_stages=5),
-    "128x3c1": Schedule(row_unit=16, most_rows=128, stages=3, cluster=1, packed_stages=3),
-    "128x2c1r": Schedule(row_unit=64, most_rows=128, stages=2, cluster=1, swapped=False, packed_stages=6),
     "128x3c1r": Schedule(row_unit=64, most_rows=128, stages=3, cluster=1, swapped=False, packed_stages=3),
     "128x3c1rd": Schedule(
         row_unit=64, most_rows=128, stages=3, cluster=1, swapped=False, dynamic=True, packed_stages=3
     ),
-}
-_PACKED_AS = {
-    "64x5c1": "64x3c1",
-    "64x5c2": "64x3c2",
-    "128x4c1": "128x3c1",
-    "128x4c1r": "128x3c1r",
-    "128x4c1rd": "128x3c1rd",
 }
 FP8_BAND = 2 * BAND  # row tiles are half as high
 
@@ -197,7 +185,9 @@ def mxfp4_schedule(expected_rows: int, groups: int, columns: int, multiprocessor
 
 def packed_as(schedule: Schedule) -> Schedule:
     """Return the schedule for packed MXFP4 weights where that of FP8 weights is `schedule`, one of FP8_SCHEDULES."""
-    return next(PACKED_SCHEDULES[name] for of, name in _PACKED_AS.items() if FP8_SCHEDULES[of] == schedule)
+    if schedule.most_rows == 64:
+        return PACKED_SCHEDULES["64x3c1"]
+    return PACKED_SCHEDULES["128x3c1rd" if schedule.dynamic else "128x3c1r"]
 
 
 def check_schedule(dtype: torch.dtype, schedule: Schedule, mxfp4: bool = False) -> None:

@@ -60,7 +60,7 @@ MUTANTS = [  # `caught_by`: a case of test_mxfp4_gemm.py, or EVERY
         ("factors of gate rows alone", "widen", "lane * Widening<c>::kHalf", "0", "apart"),
         ("factors of the first rows", "widen", ": warp * Lane::kRows;", ": 0;", "plain"),
         ("scales of the first step", "widen", "scales += args.columns,", "scales += 0,", "plain"),
-        ("weights of the first block", "widen", "block * (c.block_columns() / (2 * kWoven))", "0", "pairs"),
+        ("weights of the first block", "widen", "block * (c.block_columns() / (2 * kWoven))", "0", "apart, cast"),
         ("a packed slot that is not full", "widen", "copy_wait(&packed.full[from.slot], from.phase);", "", MANY),
         ("a packed slot that is taken", "widen", "copy_wait(&packed.empty[place.slot], place.phase ^ 1);", "", MANY),
         ("a slot that is not free", "widen", "copy_wait(&barriers.empty[place.slot], place.phase ^ 1);", "", MANY),

@@ -88,18 +88,15 @@ def weights_of(generator: torch.Generator, shape: tuple[int, int, int]) -> Mxfp4
 # Schedule, activation, interleaved, rows, columns, depth, cast.
 CASES: dict[str, tuple[str, Activation | None, bool, tuple[int, ...], int, int, bool]] = {
     "plain": ("64x3c1", None, True, (5, 0, 90, 1), 328, 288, False),
-    "one step": ("64x4c1", None, True, (7, 64), 264, 32, False),
-    "many steps": ("64x2c1", None, True, (64, 3), 136, 1120, False),
+    "one step": ("64x3c1", None, True, (7, 64), 264, 32, False),
+    "many steps": ("64x3c1", None, True, (64, 3), 136, 1120, False),
     "interleaved": ("64x3c1", "swiglu", True, (3, 150), 304, 160, True),
     "apart": ("64x3c1", "swigluoai", False, (20, 0, 100), 192, 288, False),
     "apart, cast": ("64x3c1", "swigluoai", False, (40, 129), 320, 576, True),
     "biases": ("64x3c1", "swigluoai", False, (60, 3), 320, 288, True),
-    "pairs": ("64x3c2", "swiglu", False, (70, 0, 5), 576, 416, True),
-    "pairs, a block beyond the end": ("64x3c2", None, True, (70, 5), 776, 288, False),
-    "128 rows": ("128x3c1", "swiglu", False, (130, 40), 320, 288, True),
     "rows first": ("128x3c1r", None, True, (129, 0, 64), 328, 544, False),
     "rows first, apart, cast": ("128x3c1r", "swiglu", False, (150, 70), 448, 288, True),
-    "rows first, two slots": ("128x2c1r", "swiglu", True, (100, 60), 304, 672, True),
+    "rows first, many steps": ("128x3c1r", "swiglu", True, (100, 60), 304, 672, True),
     "rows first, dynamic": ("128x3c1rd", "swigluoai", False, (129, 60), 320, 288, True),
 }
 
@@ -108,7 +105,7 @@ def wide_of(pair: Fp8, rows: int) -> torch.Tensor:
     return widen(pair.data.double(), pair.scales.double(), rows)
 
 
-@pytest.mark.parametrize("name", few(CASES, "plain", "apart, cast", "pairs", "rows first, apart, cast"))
+@pytest.mark.parametrize("name", few(CASES, "plain", "apart, cast", "rows first, apart, cast"))
 def test_the_kernel_has_the_bits_of_the_kernel_for_fp8(name: str) -> None:
     schedule, activation, interleaved, counts, columns, depth, cast = CASES[name]
     g = torch.Generator().manual_seed(columns)
