@@ -39,7 +39,7 @@ struct GemmConfig {
     // Registers of a thread of the loader warpgroup, of the widening one, and of one that multiplies: what they leave of those that a block
     // begins with.
     MOECOMM_BOTH constexpr i32 loader_registers() const { return widens() && most_rows > 64 ? 48 : 40; }
-    MOECOMM_BOTH constexpr i32 widening_registers() const { return most_rows > 64 ? 48 : 128; }
+    MOECOMM_BOTH constexpr i32 widening_registers() const { return most_rows > 64 ? 48 : 120; }
     MOECOMM_BOTH constexpr i32 math_registers() const { return blocks_per_sm == 2 ? 96 : !widens() ? 232 : most_rows > 64 ? 208 : 168; }
     MOECOMM_BOTH constexpr i32 registers() const {
         return (loader_registers() + (widens() ? widening_registers() : 0) + kMathGroups * math_registers()) * kWarpgroup;
