@@ -169,7 +169,7 @@ MOECOMM_FN void start_group(u32 x, const u32 (&a)[8], float (&accum)[size]) {
     wgmma_begin();
 #pragma unroll
     for (i32 k = 0; k < 2; ++k)
-        wgmma_registers<c.type, n>(accum, a + 4 * k, operand(x + group / 2 * (c.box_bytes() / 16) + group % 2 * 4 + 2 * k), 1);
+        wgmma_registers<n>(accum, a + 4 * k, operand(x + group / 2 * (c.box_bytes() / 16) + group % 2 * 4 + 2 * k), 1);
     wgmma_commit();
 }
 // Widens the loaded group of a slot, loads the next one, and starts the products; those of the group before are complete on return.

@@ -68,16 +68,11 @@ MOECOMM_FN void wgmma_wait() {
                  "wgmma.mma_async.sync.aligned.m64n" #n kinds " {" MOECOMM_REGISTERS_##registers \
                  "}, %" #a_at ", %" #b_at ", keep" signs ";\n\t}" \
                  : MOECOMM_SUMS_##registers(kind) : "l"(a), "l"(b), "r"(keep))
-#define MOECOMM_WGMMA_REGISTERS_OF(kinds, signs, n, registers, a0_at, a1_at, a2_at, a3_at, b_at, keep_at) \
+#define MOECOMM_WGMMA_A_IN_REGISTERS(n, registers, a0_at, a1_at, a2_at, a3_at, b_at, keep_at) \
     asm volatile("{\n\t.reg .pred keep;\n\tsetp.ne.b32 keep, %" #keep_at ", 0;\n\t" \
-                 "wgmma.mma_async.sync.aligned.m64n" #n kinds " {" MOECOMM_REGISTERS_##registers \
-                 "}, {%" #a0_at ", %" #a1_at ", %" #a2_at ", %" #a3_at "}, %" #b_at ", keep" signs ";\n\t}" \
+                 "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" MOECOMM_REGISTERS_##registers \
+                 "}, {%" #a0_at ", %" #a1_at ", %" #a2_at ", %" #a3_at "}, %" #b_at ", keep, 1, 1, 0;\n\t}" \
                  : MOECOMM_SUMS_##registers("+f") : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep))
-#define MOECOMM_WGMMA_A_IN_REGISTERS(...) \
-    { \
-        if constexpr (type == Type::bf16) MOECOMM_WGMMA_REGISTERS_OF("k16.f32.bf16.bf16", ", 1, 1, 0", __VA_ARGS__); \
-        else MOECOMM_WGMMA_REGISTERS_OF("k32.f32.e4m3.e4m3", ", 1, 1", __VA_ARGS__); \
-    }
 #define MOECOMM_WGMMA(n, registers, a_at, b_at, keep_at) \
     { \
         if constexpr (type == Type::bf16) MOECOMM_WGMMA_OF("+f", "k16.f32.bf16.bf16", ", 1, 1, 0, 0", n, registers, a_at, b_at, keep_at); \
@@ -119,14 +114,12 @@ MOECOMM_FN void wgmma_integers(i32 (&accum)[size], u64 a, u64 b, i32 keep) {
     MOECOMM_ALL(MOECOMM_WGMMA_INTEGERS)
 }
 
-// Issues one product whose operand A is in registers: 16 columns of 64 rows of bf16.  Lane l of warp w holds columns 2 (l % 4) + {0, 1}
-//     a[0]: of row 16 w + l / 4,  a[1]: of row 16 w + l / 4 + 8,  a[2], a[3]: of the same rows, 8 columns further on;
-// of e4m3 32 columns: 4 (l % 4) + {0, 1, 2, 3}, and 16 columns further on.
+// Issues one product of bf16 whose operand A is in registers: 16 columns of 64 rows.  Lane l of warp w holds columns 2 (l % 4) + {0, 1}
+//     a[0]: of row 16 w + l / 4,  a[1]: of row 16 w + l / 4 + 8,  a[2], a[3]: of the same rows, 8 columns further on.
 // The registers must not change before wgmma_wait() has completed the product.
-template <Type type, i32 n, i32 size>
+template <i32 n, i32 size>
 MOECOMM_FN void wgmma_registers(float (&accum)[size], const u32* a, u64 b, i32 keep) {
     static_assert(2 * size >= n && n % 16 == 0 && n <= 256, "registers for the sums");
-    static_assert(type == Type::bf16 || type == Type::e4m3, "types that are multiplied so");
     if constexpr (n == 16) MOECOMM_WGMMA_A_IN_REGISTERS(16, 1, 8, 9, 10, 11, 12, 13);
     if constexpr (n == 32) MOECOMM_WGMMA_A_IN_REGISTERS(32, 2, 16, 17, 18, 19, 20, 21);
     if constexpr (n == 48) MOECOMM_WGMMA_A_IN_REGISTERS(48, 3, 24, 25, 26, 27, 28, 29);
@@ -150,7 +143,6 @@ MOECOMM_FN void wgmma_registers(float (&accum)[size], const u32* a, u64 b, i32 k
 #undef MOECOMM_WGMMA_INTEGERS
 #undef MOECOMM_WGMMA
 #undef MOECOMM_WGMMA_A_IN_REGISTERS
-#undef MOECOMM_WGMMA_REGISTERS_OF
 #undef MOECOMM_WGMMA_OF
 #undef MOECOMM_SUMS
 #undef MOECOMM_REGISTERS_1

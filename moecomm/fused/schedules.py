@@ -30,7 +30,7 @@ from functools import lru_cache
 
 import torch
 
-from moecomm.base.validation import check_flag, check_integer, check_sizes
+from moecomm.base.validation import MOST_SIZE, check_flag, check_integer, check_sizes
 from moecomm.errors import BadInput
 from moecomm.gpu import tuning
 from moecomm.gpu.tuning.gemms import Rule, Shape, first_match
@@ -78,7 +78,7 @@ class Schedule:
         check_sizes(blocks_per_sm=self.blocks_per_sm)
         check_flag("swapped", self.swapped)
         check_flag("dynamic", self.dynamic)
-        check_integer("packed_stages", self.packed_stages, 0)
+        check_integer("packed_stages", self.packed_stages, 0, MOST_SIZE)
         if self.dynamic and self.cluster > 2:
             raise BadInput("cluster", self.cluster, "1 or 2 blocks, where tiles have a dynamic order")
 

@@ -228,6 +228,7 @@ TABLE = (
         ("routing.RoutingRecorder(model)", "routing.RoutingRecorder.add(layer)"),
     ),
     Row("the first layer", ("0",), ("balance.Plan.placement(layer)",)),
+    Row("weights that are not packed", ("0",), ("fused.Schedule(packed_stages)",)),
     Row("a layer without a number", ("0",), ("ops.dispatch(layer)", "ops.moe(layer)")),
     Row("a path", ("'x'", "'2'"), ("path",)),
     Row("nothing that is watched", ("[]", "()"), ("routing.RoutingRecorder(watch)",)),

@@ -36,7 +36,7 @@ BODIES: dict[str, dict[str, str]] = {
     "gemm/wgmma.cuh": {
         **dict.fromkeys(("wgmma_begin", "wgmma_commit"), ""),
         "wgmma_wait": "__syncwarp();",  # who releases a slot has waited for the products of all lanes
-        "wgmma_registers": "emulator::multiply_registers<static_cast<int>(type), n>(accum, a, b, keep != 0);",
+        "wgmma_registers": "emulator::multiply_registers<n>(accum, a, b, keep != 0);",
         "wgmma": "emulator::multiply<static_cast<int>(type), n>(accum, a, b, keep != 0);",
         "wgmma_integers": "emulator::multiply_integers<n>(accum, a, b, keep != 0);",
     },

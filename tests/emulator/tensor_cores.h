@@ -170,28 +170,23 @@ void multiply(float (&sums)[size], std::uint64_t a, std::uint64_t b, bool keep) 
     }
 }
 
-// Of bf16 and e4m3, with operand A in registers.
-template <int type, int n, int size>
+// Of bf16, with operand A in registers.
+template <int n, int size>
 void multiply_registers(float (&sums)[size], const unsigned* a, std::uint64_t b, bool keep) {
-    constexpr bool e4m3 = type == 3;
-    constexpr unsigned each = e4m3 ? 4 : 2, depth = 8 * each;  // values of a register; columns
-    float of_a[2][depth];                                      // of the lane's two rows
+    float of_a[2][16];  // of the lane's two rows
     const unsigned lane = threadIdx.x % 32;
     for (unsigned i = 0; i < 4; ++i) {
         const auto* values = exchange(a[i]);
-        for (unsigned k = 0; k < 4 * each; ++k) {
-            const unsigned word = static_cast<unsigned>(values[lane / 4 * 4 + k / each]);
-            of_a[i % 2][i / 2 * (4 * each) + k] =
-                e4m3 ? widen_e4m3(static_cast<unsigned char>(word >> k % each * 8)) : __uint_as_float(word >> k % each * 16 << 16);
+        for (unsigned k = 0; k < 8; ++k) {
+            const unsigned word = static_cast<unsigned>(values[lane / 4 * 4 + k / 2]);
+            of_a[i % 2][i / 2 * 8 + k] = __uint_as_float(word >> k % 2 * 16 << 16);
         }
     }
     for (unsigned i = 0; i < n / 2; ++i) {
         const unsigned column = i / 4 * 8 + lane % 4 * 2 + i % 2;
         float sum = 0;
-        for (unsigned k = 0; k < depth; ++k) {
-            const auto* const at = shared_at(swizzled(((b & 0x3fff) << 4) + column * 128 + k * 32 / depth));
-            sum += of_a[i / 2 % 2][k] * (e4m3 ? widen_e4m3(*at) : widen_bf16(at));
-        }
+        for (unsigned k = 0; k < 16; ++k)
+            sum += of_a[i / 2 % 2][k] * widen_bf16(shared_at(swizzled(((b & 0x3fff) << 4) + column * 128 + k * 2)));
         sums[i] = (keep ? sums[i] : 0.0f) + sum;
     }
 }
