@@ -13,10 +13,10 @@ import moecomm
 from moecomm.base.experts import most_experts
 from moecomm.fused import FP8_SCHEDULES, PACKED_SCHEDULES, Fp8, choose_fp8, grouped_gemm, pack_mxfp4, schedules
 from moecomm.fused.compute import layer_kernel, rows_per_counter
-from moecomm.fused.kernels import FP8, gemm_kernel, publish_kernel
+from moecomm.fused.kernels import FP8, Epilogue, gemm_kernel, publish_kernel
 from moecomm.fused.packed_mxfp4 import unpack
 from moecomm.gpu import plain_kernel, tuning
-from moecomm.testing import random_layer
+from moecomm.testing import LayerCase, random_layer
 
 from ..conftest import GPU_COUNTS, Ranks
 from ..fused.test_packed_mxfp4 import weights
@@ -51,6 +51,8 @@ LARGE: dict[str, Any] = {  # several tiles of columns, groups of several hundred
     "max_tokens": 1500,
 }
 PACKED = [SIZES[0], {**SIZES[4], "hidden": 288}, SIZES[3], LARGE]  # multiples of 32
+# Seeds of layers of the first of them that have activations and biases.  Each takes kernels of its own.
+DRAWN = (0, 4, 5)
 PROCESSES = of_processes(SIZES, LARGE)
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -77,7 +79,31 @@ def compiled() -> None:
             for dtype in DTYPES:
                 kernels.add(gemm_kernel(FP8, False, False, second, out=dtype))
                 kernels |= {layer_kernel(FP8, apart, both, hidden, dtype, counted) for apart in (False, True)}
-    compile_all(kernels)
+    compile_all(kernels | drawn_kernels())
+
+
+def drawn_kernels() -> set[plain_kernel.PlainKernel]:
+    """Those of DRAWN: with FP8 weights, unfused, and with packed ones."""
+    kernels: set[plain_kernel.PlainKernel] = set()
+    sizes, dtype = PACKED[0], torch.bfloat16
+    schedule = FP8_SCHEDULES["64x5c1"]  # of few rows
+    for seed in DRAWN:
+        case = drawn_layer(seed, sizes, dtype)
+        name, apart = case.activation.name, not case.interleaved
+        biases = [bias is not None for bias in (case.w13_bias, case.w2_bias)]
+        for one in (schedule, schedules.packed_as(schedule)):
+            kernels.add(gemm_kernel(FP8, True, apart, one, FP8, Epilogue(name, biases[0])))
+            kernels.add(gemm_kernel(FP8, False, False, one, dtype, Epilogue(bias=biases[1])))
+        packed = schedules.packed_as(schedule)
+        kernels.add(layer_kernel(FP8, apart, packed, sizes["hidden"], dtype, epilogue=Epilogue(name, any(biases))))
+    return kernels
+
+
+def drawn_layer(seed: int, sizes: dict[str, Any], dtype: torch.dtype) -> LayerCase:
+    of_experts = seed in DRAWN and sizes is PACKED[0] and dtype is torch.bfloat16
+    case = random_layer(seed, **sizes, dtype=dtype, experts=of_experts)
+    case.wire = None
+    return case
 
 
 @pytest.mark.gpu1
@@ -137,10 +163,8 @@ def test_layers_of_packed_mxfp4_have_the_bits_of_fp8(
     sizes: dict[str, Any], dtype: torch.dtype, request: pytest.FixtureRequest
 ) -> None:
     with opened(sizes, dtype) as ranks:
-        for seed in seeds(request, 40 if sizes is LARGE else 15):
-            case = random_layer(seed, **sizes, dtype=dtype, experts=seed % 2 == 1)
-            case.wire = None
-            packed, wide = packed_calls(seed, calls_of(case))
+        for seed in seeds(request, 40):
+            packed, wide = packed_calls(seed, calls_of(drawn_layer(seed, sizes, dtype)))
             wanted = ranks.moe(one_or_other(wide, fused=False))
             ranks.check()
             for fused in (True, False, True):
