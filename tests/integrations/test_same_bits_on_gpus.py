@@ -19,7 +19,6 @@ from tests.integrations import vllm_stub as stub
 from tests.integrations.test_same_bits import ENGINES, EXPERTS, TOPK, TRAINERS, shuffled
 
 HIDDEN, INNER, TOKENS, BATCH = 512, 256, 90, 16
-MOST = TOKENS + TRAINERS
 LIMITS: dict[str, Any] = {"topk": TOPK, "timeout_s": 120}
 Weights = tuple[torch.Tensor, torch.Tensor] | tuple[Fp8, Fp8]
 
@@ -34,10 +33,10 @@ def trained(rank: int, group: Any) -> tuple[torch.Tensor, ...]:
     local = EXPERTS // TRAINERS
     w13 = (drawn(local, 2 * INNER, HIDDEN) * HIDDEN**-0.5).requires_grad_()
     w2 = (drawn(local, HIDDEN, INNER) * INNER**-0.5).requires_grad_()
-    x = drawn(TOKENS + rank, HIDDEN)
+    x = drawn(TOKENS, HIDDEN)
     ids = torch.rand(len(x), EXPERTS, generator=g, device="cuda").argsort(dim=1)[:, :TOPK].contiguous()
     weights = torch.rand(len(x), TOPK, generator=g, device="cuda")
-    with moecomm.Buffer(group, hidden=HIDDEN, num_experts=EXPERTS, max_tokens=MOST, **LIMITS) as buffer:
+    with moecomm.Buffer(group, hidden=HIDDEN, num_experts=EXPERTS, max_tokens=TOKENS, **LIMITS) as buffer:
         optimizer = torch.optim.SGD([w13, w2], lr=0.5)
         ops.moe(buffer, x, ids, weights, w13, w2, wire="rows").float().square().mean().backward()
         assert w13.grad is not None and w13.grad.any() and w2.grad is not None and w2.grad.any()
@@ -53,6 +52,13 @@ def trained(rank: int, group: Any) -> tuple[torch.Tensor, ...]:
     for one in found[1]:
         assert torch.equal(one, found[1][0])
     return x, ids, weights, w13.detach(), w2.detach(), found[0][0], found[1][0]
+
+
+def of_all(group: Any, mine: torch.Tensor) -> torch.Tensor:
+    """Return the tensors of all trainers, one behind the other."""
+    parts = [torch.empty(mine.shape, dtype=mine.dtype) for _ in range(TRAINERS)]
+    dist.all_gather(parts, mine.cpu(), group=group)
+    return torch.cat(parts).cuda()
 
 
 def products(rows: torch.Tensor, scales: torch.Tensor | None, counts: torch.Tensor, w: Weights) -> torch.Tensor:
@@ -77,7 +83,7 @@ def served(group: Any, held: list[list[int]], given: list[torch.Tensor], w: Weig
     handle = manager.get_handle({"max_num_tokens_per_dp_rank": BATCH})
     steps = BatchedPrepareAndFinalize(handle, max_tokens_per_rank=BATCH, num_dispatchers=ranks, use_fp8_dispatch=fp8)
     placed, config, outs = Placement(logical, choice="token"), stub.quant_config(is_scale_swizzled=False), []
-    for at in range(0, -(-TRAINERS * MOST // ranks), BATCH):  # batches end on all ranks at once
+    for at in range(0, -(-TRAINERS * TOKENS // ranks), BATCH):  # batches end on all ranks at once
         some = slice(at, at + BATCH)
         physical = placed.slots_of(ids[some].cpu(), rank).cuda()
         about = (logical.numel(), None, False, config, False)
@@ -94,9 +100,7 @@ def served(group: Any, held: list[list[int]], given: list[torch.Tensor], w: Weig
 def _trainer_and_engines(rank: int, group: Any) -> dict[str, bool]:
     sys.modules.update(stub.modules(stub.MicroBatches()))
     sys.modules["vllm.envs"].VLLM_BATCH_INVARIANT = True  # type: ignore[attr-defined]
-    everybody: list[Any] = [None] * TRAINERS
-    dist.all_gather_object(everybody, [tensor.cpu() for tensor in trained(rank, group)], group=group)
-    x, ids, weights, w13, w2, bf16, fp8 = (torch.cat(parts).cuda() for parts in zip(*everybody, strict=True))
+    x, ids, weights, w13, w2, bf16, fp8 = (of_all(group, tensor) for tensor in trained(rank, group))
     same = {}
     for name, held in ENGINES.items():
         engine = dist.new_group(range(len(held)))
