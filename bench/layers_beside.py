@@ -24,7 +24,8 @@ from tables import (
     window_of,
 )
 
-KIND = "layers-peers"
+KIND = "layers-peers"  # DeepSeek-V3's sizes
+KINDS = (KIND, f"{KIND}-v4-pro")
 FORMS = ("fp8, default", "fp8, one launch", "fp8", "default")  # of moecomm's layer, as results name them
 
 
@@ -46,7 +47,7 @@ def front() -> list[str]:
     case = result["case"]
     model = case["models"][0]
     head = (
-        f"A whole expert layer (`Buffer.moe`) on {where(result).removesuffix('s' * (case['ranks'] == 1))}, "
+        f"A whole expert layer (`Buffer.moe`) on {where(result)}, "
         f"{result['date']}: DeepSeek-V3's sizes with {model['num_experts'] // case['ranks']} experts a GPU, in a "
         "CUDA graph, alternating in one run, time of the slowest GPU. FP8: weights with scales of 128x128, the "
         "cast of the rows included; DeepGEMM's is its fused layer for Hopper."
@@ -61,17 +62,20 @@ def every_form(some: Sequence[str]) -> str:
     lines = []
     for name in some:
         result = load(name)
+        model = result["case"]["models"][0]
+        experts = model["num_experts"] // result["case"]["ranks"]
+        sizes = f"{model['hidden']} / {model['intermediate']}, {experts} a rank, top-{model['topk']}"
         for tokens, ours, theirs in _sizes(result):
             first, plain = ours["fp8, default"], ours["default"]
             eight = [time_of(_us(ours[form])) for form in FORMS[:3]]
             beside = _beside(theirs["deep_gemm"], first), (time_of(_us(plain)), *_beside(theirs.get("torch"), plain))
             errors = (f"{row['error']:.2%}" for row in (first, theirs["deep_gemm"]))
-            cells = (where(result), str(tokens), *eight, *beside[0], *beside[1], *errors)
+            cells = (where(result), sizes, str(tokens), *eight, *beside[0], *beside[1], *errors)
             cells = (*cells, window_of(result, *ours.values()))
-            lines.append(line(result, layer_parts(tokens), *cells, at=(2, 3, 4, 7)))
+            lines.append(line(result, layer_parts(tokens), *cells, at=(3, 4, 5, 8)))
     heads = (
-        "GPUs | tokens a rank | FP8: default | fused | unfused | DeepGEMM | over default | bf16: default | torch | "
-        f"over default | error, FP8 | DeepGEMM's{WINDOW}"
+        "GPUs | hidden / intermediate, experts | tokens a rank | FP8: default | fused | unfused | DeepGEMM | "
+        f"over default | bf16: default | torch | over default | error, FP8 | DeepGEMM's{WINDOW}"
     )
     return table(heads, lines)
 

@@ -133,14 +133,13 @@ def unsummed() -> str:
         found = load(name)
         ours = [row for row in found["rows"] if row["who"] == "moecomm" and "us" in row]
         times = {(row["model"], row["tokens"], row["what"], row["variant"]): row["us"]["p50"] for row in ours}
-        on = where(found).removesuffix("s") if found["case"]["ranks"] == 1 else where(found)
         for model, tokens in dict.fromkeys(key[:2] for key in times):
             cells = []
             for _, what, sums, unsummed in _CALLS:
                 both = [times.get((model, tokens, what, variant), 0) for variant in (sums, unsummed)]
                 cells.append(f"{both[1] / both[0]:.2f}" if all(both) else "")  # CPU ranks have no fused layer
             parts = (*layer_parts(tokens), *round_parts(tokens, "combine"))
-            rows.append(line(found, parts, on, model, str(tokens), *cells, at=(3, 4, 5)))
+            rows.append(line(found, parts, where(found), model, str(tokens), *cells, at=(3, 4, 5)))
     if not rows:
         return "No result is kept yet."
     heads = " | ".join(["on | model | tokens of a rank", *(heading for heading, *_ in _CALLS)])

@@ -111,7 +111,7 @@ def of_kind(names: Iterable[str], *kinds: str) -> list[str]:
 def where(found: dict[str, Any]) -> str:
     """Return the number of ranks with a GPU each, and the name of the GPUs."""
     ranks = found.get("case", {}).get("ranks") or found.get("ranks") or len(found["machine"]["gpus"])
-    return f"{ranks} {gpu(found)}"
+    return f"{ranks} {gpu(found).removesuffix('s') if ranks == 1 else gpu(found)}"
 
 
 def load(name: str) -> dict[str, Any]:

@@ -460,7 +460,7 @@ def expert_layers_of(some: list[str]) -> str:
     """Return the same of one machine, of all sizes."""
     layers = [name for name in some if name.startswith("moe-")]
     tables = [table(_LAYER_HEADS + WINDOW, (row for name in layers for row in layer_rows(name)))] * bool(layers)
-    work, beside_others = of_kind(some, "at-work", "at-work-fp8"), of_kind(some, layers_beside.KIND)
+    work, beside_others = of_kind(some, "at-work", "at-work-fp8"), of_kind(some, *layers_beside.KINDS)
     every_form = [layers_beside.every_form(beside_others)] * bool(beside_others)
     return "\n\n".join([*tables, *every_form, *([sustained(work)] if work else [])])
 
@@ -946,7 +946,13 @@ TOPICS = (
         ),
         expert_layers,
         " ".join(
-            (*{split(name)[0]: 0 for name in LAYER_SIZES}, layers_beside.KIND, "at-work", "at-work-fp8", "tune-layers")
+            (
+                *{split(name)[0]: 0 for name in LAYER_SIZES},
+                *layers_beside.KINDS,
+                "at-work",
+                "at-work-fp8",
+                "tune-layers",
+            )
         ),
         expert_layers_of,
     ),

@@ -166,6 +166,7 @@ PARTS: dict[str, list[Step]] = {
     "integrations": [
         one("plain", 100, "tests/gpu/test_plain_kernels.py", random=False),
         one("ops", 200, "tests/gpu/test_ops.py", random=False),
+        one("same-bits", 200, "tests/integrations/test_same_bits_on_gpus.py", random=False),
         Step("deep_ep", 200, ("tests/compat/test_on_gpus.py",), gpus=2),
         Step("vllm", 300, ("tests/integrations/test_vllm_on_gpus.py",)),
         Step("megatron", 600, ("tests/integrations/test_megatron_on_gpus.py",)),
