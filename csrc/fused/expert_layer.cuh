@@ -5,7 +5,7 @@
 // block:
 //   tile scheduler   a thread: takes the next position, waits for the tile's inputs, queues the tile,
 //   loader           a thread, with e4m3 also a warp for scales: fills the ring (gemm.cuh),
-//   widening         with packed weights a warpgroup: widens them into the ring (widen.cuh),
+//   widening         with packed weights one or two warpgroups: widen them into the ring (widen.cuh),
 //   math warpgroups  multiply, and store the tile: of the first product in local memory, of the second at the source ranks,
 //   completion warp  a thread of it: counts stored tiles of the first product, for all blocks,
 //   casting warp     where rows have one scale each: casts rows of the first product once all their columns are stored.
@@ -189,7 +189,7 @@ MOECOMM_FN void load_scales_of_tiles(ExpertLayerShared<c>& s, const ExpertLayerA
     });
 }
 
-// The widening role: a warpgroup, of which each warp follows the queue.
+// The widening role: a warp of a widening warpgroup.
 template <GemmConfig c>
 MOECOMM_FN void widen_tiles(ExpertLayerShared<c>& s, const ExpertLayerArgs& args) {
     GemmShared<c>& gemm = s.gemm;

@@ -4,7 +4,7 @@
 // that a group of few rows costs little.  A block has a loader warpgroup (one thread of it loads) and two math warpgroups, which multiply
 // 64 rows of w each.  FP8 keeps two accumulators (scaled.cuh): a block then has 256 rows of w, a warpgroup multiplies two times 64 of them
 // in sequence, and tiles have at most 128 rows.  FP8 tiles of many rows use x as operand A instead (scaled_rows.cuh).  With packed weights
-// beside FP8 rows, a fourth warpgroup widens them into the ring (widen.cuh).
+// beside FP8 rows, one or two more warpgroups widen them into the ring (widen.cuh).
 //
 // The kernel is persistent: each cluster takes every (gridDim / cluster)-th tile (tiles.h), or the next one of a counter
 // (tile_counter.cuh).  The blocks of a cluster multiply the same row tile with neighboring columns; each loads its part of x into all of
@@ -310,7 +310,7 @@ MOECOMM_FN void load_scales(GemmShared<c>& s, const GemmArgs& args) {
     }
 }
 
-// The widening role: a warpgroup, of which each warp walks the tiles.
+// The widening role: a warp of a widening warpgroup.
 template <GemmConfig c>
 MOECOMM_FN void widen_tiles(GemmShared<c>& s, const GemmArgs& args) {
     const i32 steps = ceil_div(args.depth, c.depth());

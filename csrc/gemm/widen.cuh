@@ -1,5 +1,5 @@
-// Packed MXFP4 weights beside e4m3 rows.  A warpgroup widens them once, in shared memory, into slots of the ring, which the loops for FP8
-// then multiply: the sums are those of e4m3 weights with scales of 128 x 128.
+// Packed MXFP4 weights beside e4m3 rows.  Warpgroups of their own widen them in shared memory, into slots of the ring, which the loops for
+// FP8 then multiply: the sums are those of e4m3 weights with scales of 128 x 128.
 //
 // Packed weights pass through a ring of their own.  A slot holds 64 bytes of each row of w, without swizzle: 128 columns, 16 bytes for each
 // 32 of them.  In memory, 128 columns of eight rows lie together, row after row, so that a slot is loaded in whole cache lines.  In each
