@@ -847,8 +847,8 @@ TOPICS = (
     Topic(
         "Packed MXFP4 weights",
         "One H200.  Rows are in FP8 beside FP8 and packed MXFP4 weights (`moecomm.fused.pack_mxfp4`), else in bf16.  "
-        "Grouped GEMMs of one of 8 ranks.  Then layers of gpt-oss-120b on one rank, by default; those with MXFP4 beside "
-        "bf16 run unfused.",
+        "Grouped GEMMs of one of 8 ranks.  Then layers of gpt-oss-120b on one rank, by default; those with MXFP4 "
+        "beside bf16 run unfused.",
         "gemm-packed-mxfp4-h200 moe-packed-mxfp4-h200",
         four_bits,
     ),
