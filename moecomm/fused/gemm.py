@@ -435,8 +435,7 @@ def _packed_map(w: int, shape: tuple[int, ...], apart: bool, columns: int) -> An
         pairs = eights // 2
         matrix, strides = (groups, pairs, 2, 1, line), (eights * line, line, pairs * line, line, 1)
         return tensor_maps.encode(w, matrix, torch.int32, (1, columns // (2 * GRANULARITY), 2, 1, box), strides, False)
-    matrix = (groups, eights, line)
-    return tensor_maps.encode(w, matrix, torch.int32, (1, columns // GRANULARITY, box), None, False)
+    return tensor_maps.encode(w, (groups, eights, line), torch.int32, (1, columns // GRANULARITY, box), None, False)
 
 
 def split_map(
