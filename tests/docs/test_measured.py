@@ -397,9 +397,8 @@ def test_grouped_gemms_beside_deep_gemm_are_those_of_the_result(name: str) -> No
     assert f"in bfloat16 {span([one for some in ratios['bf16'].values() for one in some])}" in of_this
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_layers_beside_deep_gemm_are_those_of_the_result(ranks: int) -> None:
-    name = f"layers-peers-h200-{ranks}"
+@pytest.mark.parametrize("name", ["layers-peers-h200-1", "layers-peers-v4-pro-h200-1"])
+def test_layers_beside_deep_gemm_are_those_of_the_result(name: str) -> None:
     layers: dict[int, dict[str, float]] = {}
     gemms: dict[int, float] = {}
     for row in content(name)["rows"]:
