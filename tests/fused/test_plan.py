@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from moecomm.fused import SCHEDULES, kernels
+from moecomm.fused import PACKED_SCHEDULES, SCHEDULES, kernels
 from moecomm.fused.plan import LayerPlan, layer_plan
+from moecomm.fused.schedules import packed_as
 from moecomm.gpu import tuning
 from moecomm.gpu.tuning import Table
 from moecomm.gpu.tuning.gemms import Rule
@@ -91,6 +92,16 @@ def test_every_rank_has_a_tile_for_each_of_its_experts() -> None:
     first, last = plan_of(rank=0), plan_of(rank=2)  # five experts and four
     assert first.row_tiles - first.max_rows // first.schedule.most_rows == 5
     assert last.row_tiles - last.max_rows // last.schedule.most_rows == 4
+
+
+def test_packed_weights_have_the_plan_of_fp8_with_slots_of_their_own() -> None:
+    for name in ("64x5c1", "64x5c2", "128x4c1", "128x4c1rd"):  # a table may name any
+        with tuning.use(Table(fused_gemms=(Rule("fp8", name),))):
+            plan, packed = plan_of(dtype=kernels.FP8), plan_of(dtype=kernels.FP8, packed=True)
+        assert packed.schedule == packed_as(plan.schedule) and packed.schedule in PACKED_SCHEDULES.values()
+        assert packed.experts.threads == plan.experts.threads + 128
+        changed = {"schedule": plan.schedule, "experts": plan.experts}
+        assert packed._replace(**changed) == plan
 
 
 def test_a_plan_is_that_of_the_sizes_and_of_the_table() -> None:
