@@ -363,24 +363,29 @@ def test_a_late_rank_is_a_timeout_and_the_next_call_works() -> None:
 def test_close_of_another_thread_ends_a_call() -> None:
     both = Placement([range(EXPERTS), []]), Placement([[], range(EXPERTS)])
     model = Model(SHAPES, torch.bfloat16, None, 4)
+    ended = threading.Event()
+
+    def beside_stage(transfer: WeightTransfer) -> None:
+        while not transfer._call.locked():
+            time.sleep(0.001)
+        said.append(error_of(transfer.stage))
+        transfer.close()
 
     def body(group: Any) -> str:
         with transfers(group, model, *both) as (transfer, _, have, _):
             if group.rank == 0:
-                time.sleep(0.3)
+                assert ended.wait(20)
                 with pytest.raises(Aborted, match="rank 1 has closed its WeightTransfer during stage"):
                     transfer.stage(model.given(1, have))
                 with pytest.raises(PeerLost, match="rank 1 is gone: it has closed its WeightTransfer"):
                     transfer.stage(model.given(1, have))
                 return "told"
-            closer = threading.Timer(0.15, transfer.close)
+            closer = threading.Thread(target=beside_stage, args=(transfer,))
             closer.start()
-            refused = threading.Timer(0.05, lambda: said.append(error_of(transfer.stage)))
-            refused.start()
             with pytest.raises(Aborted, match=r"closed its WeightTransfer during stage"):
                 transfer.stage()
             closer.join()
-            refused.join()
+            ended.set()
             assert transfer.closed and "closed" in repr(transfer)
             with pytest.raises(Closed):
                 transfer.stage()
