@@ -100,7 +100,8 @@ def test_packed_weights_have_the_plan_of_fp8_with_slots_of_their_own() -> None:
             plan, packed = plan_of(dtype=kernels.FP8), plan_of(dtype=kernels.FP8, packed=True)
         assert packed.schedule == packed_as(plan.schedule) and packed.schedule in PACKED_SCHEDULES.values()
         assert packed.experts.threads == plan.experts.threads + 128 * (2 if packed.schedule.most_rows == 64 else 1)
-        changed = {"schedule": plan.schedule, "experts": plan.experts}
+        assert packed.clusters * packed.schedule.cluster == plan.clusters * plan.schedule.cluster
+        changed = {"schedule": plan.schedule, "experts": plan.experts, "clusters": plan.clusters}
         assert packed._replace(**changed) == plan
 
 
