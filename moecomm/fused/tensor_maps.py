@@ -43,6 +43,7 @@ def parameters(
         swizzled: boxes have the swizzle of their rows' 128 or 64 bytes, not none.
     """
     assert len(shape) == len(box) and max(box) <= 256
+    assert not swizzled or box[-1] * dtype.itemsize in (64, 128)
     if strides is None:
         strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
     dims, stride_bytes = list(reversed(shape)), [dtype.itemsize * step for step in reversed(strides)]

@@ -30,7 +30,7 @@ class _Map(ctypes.Structure):
 
 def encode(address: int, shape: Any, dtype: torch.dtype, box: Any, strides: Any = None, swizzled: bool = True) -> Any:
     """In place of tensor_maps.encode."""
-    _, rank, _, dims, steps, boxes, _ = tensor_maps.parameters(address, shape, dtype, box, strides)
+    _, rank, _, dims, steps, boxes, _ = tensor_maps.parameters(address, shape, dtype, box, strides, swizzled)
     made = _Map(address=address, rank_and_size=rank | dtype.itemsize << 8 | (not swizzled) << 16)
     for field, values in ((made.dims, dims), (made.strides, steps), (made.box, boxes)):
         field[: len(values)] = values
