@@ -24,8 +24,8 @@ from tables import (
     window_of,
 )
 
-KIND = "layers-peers"  # DeepSeek-V3's sizes
-KINDS = (KIND, f"{KIND}-v4-pro")
+KIND = "layers-peers"  # of DeepSeek-V3's sizes: README's table
+KINDS = (KIND, f"{KIND}-v4-pro")  # the page's table
 FORMS = ("fp8, default", "fp8, one launch", "fp8", "default")  # of moecomm's layer, as results name them
 
 
@@ -46,11 +46,12 @@ def front() -> list[str]:
         lines.append(line(result, layer_parts(tokens), *cells, at=(1, 3)))
     case = result["case"]
     model = case["models"][0]
+    apart = case["ranks"] > 1
     head = (
-        f"A whole expert layer (`Buffer.moe`) on {where(result)}, "
-        f"{result['date']}: DeepSeek-V3's sizes with {model['num_experts'] // case['ranks']} experts a GPU, in a "
-        "CUDA graph, alternating in one run, time of the slowest GPU. FP8: weights with scales of 128x128, the "
-        "cast of the rows included; DeepGEMM's is its fused layer for Hopper."
+        f"A whole expert layer (`Buffer.moe`) on {where(result)}{'' if apart else ', with nothing to send to others'}, "
+        f"{result['date']}: DeepSeek-V3's sizes with {model['num_experts'] // case['ranks']} experts a GPU, in a CUDA "
+        f"graph, alternating in one run{', time of the slowest GPU' if apart else ''}. FP8: weights with scales of "
+        "128x128, the cast of the rows included; DeepGEMM's is its fused layer for Hopper."
     )
     heads = "tokens a GPU | moecomm, FP8 | DeepGEMM, FP8 | moecomm, bf16 | torch, bf16"
     shown = table(heads, lines)

@@ -26,14 +26,14 @@ struct GemmConfig {
     Activation activation = Activation::swiglu;
     bool bias = false;            // GemmArgs::bias may be given
     bool channel_scales = false;  // sums over the whole depth are multiplied by a scale of their row of x and one of their row of w
-    bool mxfp4 = false;           // w is packed MXFP4, and x operand B of bf16 (mxfp4.cuh)
+    bool mxfp4 = false;           // w is MXFP4 in the order of checkpoints, and x bf16 and operand B (mxfp4.cuh)
     bool integers = false;        // with channel_scales: the bytes of x and w are int8 and not e4m3, and sums are exact
     bool dynamic = false;         // a grouped GEMM whose clusters take tiles from a counter (tile_counter.cuh)
-    i32 packed_stages = 0;        // beside scaled e4m3, w is packed MXFP4: slots of its own ring (widen.cuh)
+    i32 packed_stages = 0;        // beside scaled e4m3: slots of the ring of packed MXFP4 weights (widen.cuh); 0: w is e4m3
 
     // A scale for 128 columns of x, and for 128 rows and columns of w.
     MOECOMM_BOTH constexpr bool scaled() const { return type == Type::e4m3 && !channel_scales; }
-    // Warpgroups more widen packed weights into slots of the ring, which hold e4m3.
+    // Additional warpgroups widen packed weights into slots of the ring, which hold e4m3.
     MOECOMM_BOTH constexpr bool widens() const { return packed_stages > 0; }
     MOECOMM_BOTH constexpr i32 widening_groups() const { return moecomm::widening_groups(most_rows, packed_stages); }
     MOECOMM_BOTH constexpr i32 threads() const { return gemm_threads(most_rows, packed_stages); }

@@ -11,19 +11,20 @@ struct Ring {
     u8 x[c.stages][c.row_bytes()];
     static_assert(c.weight_bytes() % 1024 == 0, "atoms of the swizzle");
 };
-// With packed weights, w is widened from a ring of their own, which is here because tensor loads need aligned memory.
+// Packed weights arrive in a ring of their own, from which widening warpgroups write w.  It is here because tensor loads need aligned
+// memory.
 template <GemmConfig c>
 struct Ring<c, true> {
     u8 w[c.stages][c.weight_bytes()];
     u8 x[c.stages][c.row_bytes()];
     u8 packed[c.packed_stages][c.packed_bytes()];
-    static_assert(c.weight_bytes() % 1024 == 0 && c.packed_bytes() % 1024 == 0, "atoms of the swizzle");
+    static_assert(c.weight_bytes() % 1024 == 0 && c.packed_bytes() % 128 == 0, "atoms of the swizzle, and aligned boxes");
 };
 
 template <GemmConfig c>
 struct RingBarriers {
-    // Completes when the slot is filled: bytes and one arrival of the loader, one of each lane that loads scales, and one of each widening
-    // warp.
+    // Completes when the slot is filled: bytes and one arrival of the thread that loads rows, one of each lane that loads scales, and one
+    // of each warp of the widening warpgroup whose step it is.
     u64 full[c.stages];
     // Completes when the slot is free: one arrival of each multiplying warp of all blocks of the cluster, because every block of the
     // cluster loads into this slot.
@@ -49,7 +50,8 @@ MOECOMM_FN void release_slot(RingBarriers<c>& barriers, i32 slot) {
     }
 }
 
-// A role's position in a ring or a queue: slot and barrier parity.  The two forms of step() do the same; compilers make other code of each.
+// A role's position in a ring or a queue: slot and barrier parity.  The two forms of step() do the same; each keeps the machine code that
+// the kernels with it were measured with.
 template <i32 slots>
 struct Place {
     i32 slot = 0;

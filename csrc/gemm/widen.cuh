@@ -28,7 +28,7 @@ MOECOMM_BOTH constexpr u32 high_magnitudes(i32 rise) {
     return rise < 1 ? 0x0c080604u : 0x14100c08u + 0x08080808u * static_cast<u32>(rise - 1);
 }
 
-// Bytes of `low` and `high` by the half bytes of `places`, which are below 8.  Other than __byte_perm, it does not mask them again.
+// Bytes of `low` and `high` by the half bytes of `places`, which are below 8.  __byte_perm would mask these again.
 MOECOMM_FN u32 look_up(u32 low, u32 high, u32 places) {
     u32 found;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(found) : "r"(low), "r"(high), "r"(places));
@@ -51,7 +51,7 @@ MOECOMM_FN uint2 to_e4m3(u32 word, const uint2& magnitudes) {
                       look_up(magnitudes.x, magnitudes.y, places >> 16) | (word << 4 & kSigns));
 }
 
-// What a block has beside the ring for packed weights.  Empty without them.
+// Barriers, scales and the table of magnitudes of the packed ring.  Empty without packed weights.
 template <GemmConfig c, bool = c.widens()>
 struct Widening {
     MOECOMM_FN void init() {}
@@ -62,7 +62,7 @@ struct Widening<c, true> {
     static_assert(c.scaled() && c.depth() == kScaleGroup && c.block_columns() == 2 * kScaleGroup, "a step is a block of scales deep");
 
     // Of the slots of the packed ring.  `full`: two arrivals of the loader, for weights and for scales, and the bytes of both; `empty`: an
-    // arrival of each widening warp.
+    // arrival of each warp of one widening warpgroup.
     u64 full[c.packed_stages], empty[c.packed_stages];
     u32 magnitudes[kRises][2];
     alignas(16) u32 scales[c.packed_stages][c.block_columns()];  // with GemmConfig::apart those of gate rows, then those of up rows
@@ -146,8 +146,8 @@ struct WideningLane {
     }
 };
 
-// Where a widening group is: slots of both rings, and how many steps are left to its next one.  Groups take steps in turn, so that one
-// widens while another waits for barriers or for its stores.
+// Position of a widening warpgroup: slots of both rings, and how many steps are left to its next one.  Warpgroups take steps in turn, so
+// that one widens while the other waits for barriers or for its stores.
 template <GemmConfig c>
 struct WideningPlace {
     RingPlace<c> to;

@@ -38,7 +38,8 @@ class PackedMxfp4(NamedTuple):
     those of such weights.
 
     Attributes:
-        data: int32 `[experts, N, 16 * ceil(K / 128)]`, eight values each; 128 columns of eight rows lie together.
+        data: int32 `[experts, N, 16 * ceil(K / 128)]`, eight values each.  The order of an expert's
+            words is `[N / 8, ceil(K / 128), 8 rows, 16 words]`: take whole experts of it, no rows or columns.
         scales: int32 `[experts, ceil(K / 128), N]`, one for 128 columns of a row: the scale of its block, a power of
             two, and four powers of two for 32 columns each, relative to it.
     """

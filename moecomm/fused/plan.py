@@ -106,7 +106,7 @@ def layer_plan(
         expected_rows: rows of an expert to optimize for.
         max_rows: see Buffer.moe.
         epilogue: of both GEMMs.
-        packed: weights are packed.
+        packed: weights are a PackedMxfp4.
     """
     hidden, local = settings.hidden, settings.local_experts(rank)
     by_channel = epilogue.channel_scales

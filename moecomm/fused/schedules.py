@@ -112,8 +112,9 @@ MXFP4_SCHEDULES = {
     "160x3c1": Schedule(row_unit=16, most_rows=160, stages=3, cluster=1),
     "192x3c1": Schedule(row_unit=32, most_rows=192, stages=3, cluster=1),
 }
-# Packed MXFP4 weights beside FP8 rows: weights wait in slots of their own, as many as there is memory for beside x
-# slots of FP8.
+# Packed MXFP4 weights beside FP8 rows have a ring of their own.  Slots of FP8 only feed the tensor cores; packed ones
+# hide the latency of memory, and take the shared memory that is left.  Others were hardly faster, or slower
+# (docs/maintainers/decisions.md).
 PACKED_SCHEDULES = {
     "64x3c1": Schedule(row_unit=16, most_rows=64, stages=3, cluster=1, packed_stages=5),
     "128x3c1r": Schedule(row_unit=64, most_rows=128, stages=3, cluster=1, swapped=False, packed_stages=3),

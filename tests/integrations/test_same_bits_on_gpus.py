@@ -1,6 +1,6 @@
-"""A trainer and an engine on GPUs compute the same bits, with the kernels of both: FP8 and bfloat16.
+"""A trainer and vLLM's adapter compute the same bits with moecomm's kernels, in FP8 and bfloat16.
 
-Four processes, which take the GPUs in turn: one H200 is enough.
+Four processes share the GPUs: one H200 is enough.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Weights = tuple[torch.Tensor, torch.Tensor] | tuple[Fp8, Fp8]
 
 
 def trained(rank: int, group: Any) -> tuple[torch.Tensor, ...]:
-    """Train for a step; return tokens, ids, routing weights, the experts of this rank and the results of the next."""
+    """Train a step; return tokens, ids, routing weights, the trained experts, and results after it in both formats."""
     g = torch.Generator("cuda").manual_seed(rank)
 
     def drawn(*shape: int) -> torch.Tensor:
@@ -41,7 +41,7 @@ def trained(rank: int, group: Any) -> tuple[torch.Tensor, ...]:
         ops.moe(buffer, x, ids, weights, w13, w2, wire="rows").float().square().mean().backward()
         assert w13.grad is not None and w13.grad.any() and w2.grad is not None and w2.grad.any()
         optimizer.step()
-        outs = [ops.moe(buffer, x, ids, weights, w13, w2, wire="rows").detach()]  # with gradients
+        outs = [ops.moe(buffer, x, ids, weights, w13, w2, wire="rows").detach()]  # the forward pass of training
         both: list[Weights] = [(w13.detach(), w2.detach()), (quantize_weights(w13), quantize_weights(w2))]
         found = [
             [buffer.moe(x, ids, weights, *of, wire="rows", fused=fused) for fused in (False, True, None)] for of in both
