@@ -120,7 +120,7 @@ MOECOMM_FN void schedule_tiles(GemmShared<c>& s, const GemmArgs& args) {
         if (!walk.find(index, tile)) return;
     }
 }
-// The same role where the queue holds tiles.
+// The tile scheduler role where the queue holds tiles, not indices.
 template <GemmConfig c>
 MOECOMM_FN void queue_tiles(GemmShared<c>& s, const GemmArgs& args) {
     TileWalk walk(args.grouping, s.counts);

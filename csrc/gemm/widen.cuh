@@ -61,8 +61,8 @@ struct Widening<c, true> {
     static constexpr i32 kHalf = c.block_columns() / 2;
     static_assert(c.scaled() && c.depth() == kScaleGroup && c.block_columns() == 2 * kScaleGroup, "a step is a block of scales deep");
 
-    // Of the slots of the packed ring.  `full`: two arrivals of the loader, for weights and for scales, and the bytes of both; `empty`: an
-    // arrival of each warp of one widening warpgroup.
+    // Barriers of the slots of the packed ring.  `full`: two arrivals of the loader, for weights and for scales, and the bytes of both;
+    // `empty`: an arrival of each warp of one widening warpgroup.
     u64 full[c.packed_stages], empty[c.packed_stages];
     u32 magnitudes[kRises][2];
     alignas(16) u32 scales[c.packed_stages][c.block_columns()];  // with GemmConfig::apart those of gate rows, then those of up rows

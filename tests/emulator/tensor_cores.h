@@ -170,7 +170,7 @@ void multiply(float (&sums)[size], std::uint64_t a, std::uint64_t b, bool keep) 
     }
 }
 
-// Of bf16, with operand A in registers.
+// Products of bf16 whose operand A is in registers.
 template <int n, int size>
 void multiply_registers(float (&sums)[size], const unsigned* a, std::uint64_t b, bool keep) {
     float of_a[2][16];  // of the lane's two rows

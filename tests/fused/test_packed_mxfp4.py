@@ -77,7 +77,7 @@ def test_small_scales_are_rounded_within_the_bound() -> None:
     near = (of_blocks - scales <= 14).reshape(E, 256, 12)[:, :200, : K // 32].repeat_interleave(32, dim=2)
     assert not bool(error[near].any()) and 0 < int(near.sum()) < near.numel()
     halves = found / (largest * 2.0**-15)
-    assert torch.equal(halves, (want / (largest * 2.0**-15)).round()) or bool(near.any())
+    assert bool(near.any()) and not bool(near.all())
     assert torch.equal(halves[~near], (want / (largest * 2.0**-15))[~near].round())  # half to even
 
 
