@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 import struct
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -120,50 +122,64 @@ def can_measure(rounds: Rounds) -> bool:
     return not rounds.masked and not rounds.session.capturing()
 
 
-def full_batch(rounds: Rounds, kind: Kind) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return tokens, ids and weights of this rank for a measurement.  All experts get the same number of rows.
+def full_batch(rounds: Rounds, kind: Kind, even: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return tokens, ids and weights of this rank for a measurement.  torch's global generators are not used.
 
-    Each token takes the next K experts of a random permutation.  torch's global generators are not used.
+    Even routing of a power of two of tokens often fills the tiles of every expert to the last row, which no model does.
+
+    `even`: all experts get the same number of rows, since each token takes the next K experts of a random permutation;
+    otherwise each token takes K random experts.
     """
     tokens, device = min(kind.tokens, rounds.max_tokens), rounds.device
     placement, topk = rounds.placement, rounds.topk
     experts = rounds.num_experts if placement is None else placement.num_experts
-    generator = torch.Generator().manual_seed(rounds.rank)
-    order = torch.randperm(experts, generator=generator)
-    ids = order[torch.arange(tokens * topk) % experts].view(tokens, topk)
-    on_device = torch.Generator(device).manual_seed(rounds.rank)
-    x = torch.randn(tokens, rounds.hidden, generator=on_device, device=device, dtype=rounds.dtype)
-    return x, ids.to(device), torch.full((tokens, topk), 1 / topk, device=device)
+    generator = torch.Generator(device).manual_seed(rounds.rank)
+    about: dict[str, Any] = {"generator": generator, "device": device}
+    if even:
+        order = torch.randperm(experts, **about)
+        ids = order[torch.arange(tokens * topk, device=device) % experts].view(tokens, topk)
+    else:
+        ids = torch.rand(tokens, experts, **about).topk(topk).indices
+    x = torch.randn(tokens, rounds.hidden, **about, dtype=rounds.dtype)
+    return x, ids, torch.full((tokens, topk), 1 / topk, device=device)
 
 
-def measure(rounds: Rounds, kind: Kind, guess: bool, calls: Mapping[bool, Call], reserve: Callable[[], object]) -> None:
+def measure(
+    rounds: Rounds, kind: Kind, guess: bool, calls: Mapping[bool, Call], reserve: Callable[[bool], object]
+) -> None:
     """Measure both forms of a kind of layer, and take the one whose slowest rank is faster from now on.  Collective.
 
-    All ranks must have ended the same call.  If a full batch has no room on one of them, all take the guess.
+    All ranks must have ended the same call.  Where the rows of random routing have no room, those of even routing are
+    measured.  If a rank has no memory for a batch, or no room for even routing, all take the guess.
 
     Args:
         rounds: of the Buffer, whose `layer_forms` gets the form.
         kind: of the layer.
         guess: whether bounds say fused; taken if both forms take equally long.
         calls: a call of a full batch, by whether it runs fused.
-        reserve: takes the memory of such a call in both forms; raises if there is too little.
+        reserve: makes the batch, whose routing is even or not, and takes the memory of the call in both forms; raises
+            if there is too little.
 
     Raises:
         PeerLost, Timeout, Aborted and others: as rounds.
     """
     forms = {_NAMES[fused]: calls[fused] for fused in (guess, not guess)}
     sampling, rounds.sampling = rounds.sampling, None  # rows of fused layers are not verified
+    times = None
     try:
         _wait(rounds)
-        if not all(map(any, _exchange(rounds, bytes([_has_room(reserve)])))):
-            rounds.layer_forms[kind] = guess
-            return
-        times = time_forms(Clock(rounds.device, _HEAD_START), forms, lambda call: call(), lambda _: _wait(rounds))
-    except TooManyRows:  # on every rank: the Buffer has less room than even routing takes
-        rounds.layer_forms[kind] = guess
-        return
+        for even in (False, True):
+            if not all(map(any, _exchange(rounds, bytes([_has_room(partial(reserve, even))])))):
+                break
+            with suppress(TooManyRows):  # on every rank
+                clock = Clock(rounds.device, _HEAD_START)
+                times = time_forms(clock, forms, lambda call: call(), lambda _: _wait(rounds))
+                break
     finally:
         rounds.sampling = sampling
+    if times is None:
+        rounds.layer_forms[kind] = guess
+        return
     by_rank = _exchange(rounds, _TIMES.pack(*in_ns(tuple(forms), times)))
     form, us = fastest(tuple(forms), [_TIMES.unpack(data) for data in by_rank])
     rounds.layer_forms[kind] = form == _NAMES[True]

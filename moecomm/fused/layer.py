@@ -422,8 +422,8 @@ def _measure(rounds: Rounds, request: Request, kind: Kind, guess: bool, experts:
         x, ids, weights = batch
         return prepare(rounds, requests[fused], x, ids, weights, *experts)[0]
 
-    def reserve() -> None:
-        batch.extend(forms.full_batch(rounds, kind))
+    def reserve(even: bool) -> None:
+        batch[:] = forms.full_batch(rounds, kind, even)
         for fused in requests:
             prepared(fused).reserve()
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
+
 from moecomm.errors import BadInput
 
 
@@ -82,7 +84,12 @@ class PlanCache:
 
 
 def check_hashable(key: tuple[Any, ...]) -> None:
-    """Raise BadInput that names the first option by which no plan can be found."""
+    """Raise BadInput that names the first option by which no plan can be found.
+
+    A call that torch.compile traces is checked when it runs: torch 2.11 can't trace `hash`.
+    """
+    if torch.compiler.is_compiling():
+        return
     asked = (getattr(part, "options", part) for part in key)  # those of a request
     for options in (part for part in asked if hasattr(part, "_asdict")):  # any other is what a caller gave
         for name, value in options._asdict().items():

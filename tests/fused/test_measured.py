@@ -179,6 +179,23 @@ def test_a_buffer_with_less_room_than_even_routing_takes(monkeypatch: pytest.Mon
     assert len(two.measurements) <= 3 and tuning.users("a GPU") == Table()
 
 
+def test_a_buffer_with_room_for_even_routing_alone_measures_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    two = TwoForms(monkeypatch.setattr, lambda rank: FAST)
+    sizes = {**SIZES, "max_tokens": 240}
+    case = random_layer(0, ranks=2, intermediate=INNER, **{**sizes, "max_tokens": 9}, dtype=torch.bfloat16)
+
+    def body(group: Any) -> list[str]:
+        with moecomm.Buffer(group, **sizes, **OPTIONS, capacity_factor=1.0) as buffer:
+            for _ in range(2):
+                call(buffer, case)
+            assert set(buffer.rounds.layer_forms.values()) == {True}
+            return two.forms_of(group.rank)
+
+    for made in all_ranks(2, body):
+        assert made[0] == "unfused" and made[-1] == "fused" and made.count("fused") == ONCE + 1
+    assert sorted(two.measurements) == sorted(two.even) == [0, 1]
+
+
 def test_rows_without_room_are_said_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     two = TwoForms(monkeypatch.setattr, lambda rank: FAST)
 
@@ -347,8 +364,9 @@ def test_survivors_of_a_measurement_name_the_rank_and_go_on(computing_ranks: Ran
         assert bool(found[0][0]) == bool(found[2][0]), "all raise, or none"
 
 
+@pytest.mark.parametrize("even", [True, False])
 @pytest.mark.parametrize(("ranks", "topk", "experts"), [(1, 2, 5), (3, 4, 12), (2, 7, 7)])
-def test_a_full_batch_is_even(ranks: int, topk: int, experts: int) -> None:
+def test_a_full_batch_is_even_or_random(ranks: int, topk: int, experts: int, even: bool) -> None:
     for rank in range(ranks):
         rounds: Any = SimpleNamespace(
             rank=rank,
@@ -360,8 +378,9 @@ def test_a_full_batch_is_even(ranks: int, topk: int, experts: int) -> None:
             hidden=8,
             dtype=torch.bfloat16,
         )
-        x, ids, weights = forms.full_batch(rounds, Kind("", "", "", "", ranks, experts, topk, 8, 8, 64))
-        assert x.shape == (60, 8) and weights.shape == ids.shape == (60, topk)
+        x, ids, weights = forms.full_batch(rounds, Kind("", "", "", "", ranks, experts, topk, 8, 8, 64), even)
+        assert x.shape == (60, 8) and weights.shape == ids.shape == (60, topk) and ids.dtype == torch.int64
         assert all(len(set(row)) == topk for row in ids.tolist())
         counts = torch.bincount(ids.flatten(), minlength=experts)
-        assert counts.max() - counts.min() <= 1
+        assert len(counts) == experts
+        assert (counts.max() - counts.min() <= 1) == (even or topk == experts)

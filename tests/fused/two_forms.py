@@ -27,6 +27,7 @@ class TwoForms:
     Attributes:
         made: forms of the layers of each rank, in order.
         measurements: ranks, one for each measurement that has begun.
+        even: ranks, one for each measurement that has begun again with even routing.
         capturing: captures are under way on all ranks.
         full: ranks without room for a full batch.
     """
@@ -34,6 +35,7 @@ class TwoForms:
     def __init__(self, set_attribute: Callable[..., None], costs: Callable[[int], Costs]) -> None:
         self.made: defaultdict[int, list[str]] = defaultdict(list)
         self.measurements: list[int] = []
+        self.even: list[int] = []
         self.capturing, self.full = False, set[int]()
         self._costs, self._of_thread = costs, threading.local()
         for where, name, what in (
@@ -53,12 +55,12 @@ class TwoForms:
         return self.made.pop(rank, [])
 
     def _batch_of(self, full_batch: Callable[..., Any]) -> Callable[..., Any]:
-        def batch(rounds: Rounds, kind: Any) -> Any:
+        def batch(rounds: Rounds, kind: Any, even: bool) -> Any:
             self._of_thread.now = 0.0
-            self.measurements.append(rounds.rank)
+            (self.even if even else self.measurements).append(rounds.rank)
             if rounds.rank in self.full:
                 raise Unsupported("no memory")
-            return full_batch(rounds, kind)
+            return full_batch(rounds, kind, even)
 
         return batch
 
