@@ -37,7 +37,7 @@ BUFFER: dict[str, Any] = {**SIZES, "backend": "lsa", "device": 0, "timeout_s": 2
 @pytest.fixture
 def fixed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows keep the size that they open with, as those of NCCL and NVSHMEM do."""
-    monkeypatch.setattr(LsaSession, "extend", lambda session, nbytes: None)
+    monkeypatch.setattr(LsaSession, "extend", lambda session, nbytes, owner: None)
 
 
 @pytest.mark.timeout(900)
