@@ -14,14 +14,14 @@ from moecomm.backends.windows import extensions
 from moecomm.backends.windows.extensions import Extensions
 from moecomm.dispatch import chunks
 from moecomm.ranks.collective import NoRoom
-from moecomm.ranks.session import Heap
+from moecomm.ranks.session import Heap, Session
 from moecomm.ranks.settings import Settings
 
 
 @contextmanager
-def fixed_windows() -> Iterator[None]:
-    """Let windows of CPU ranks keep the size that they open with, as those of NCCL and NVSHMEM do."""
-    with patch.object(HostSession, "extend", lambda session, nbytes, heap: None):
+def fixed_windows(session: type[Session] = HostSession) -> Iterator[None]:
+    """Let windows keep the size that they open with, as those of NCCL and NVSHMEM do."""
+    with patch.object(session, "extend", lambda session, nbytes, heap: None), patch.object(session, "agrees", False):
         yield
 
 

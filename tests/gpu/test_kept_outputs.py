@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from moecomm.testing.prepare import prepare_combine
 from ..backends.conftest import all_ranks
 from ..conftest import Ranks
 from ..keeper import Keeper, draw, window_for
+from ..little_room import fixed_windows
 
 pytestmark = [pytest.mark.gpu1, pytest.mark.filterwarnings("ignore:a window of:UserWarning")]
 LAYOUTS = ("flat", "expert", "batched")
@@ -35,9 +37,10 @@ BUFFER: dict[str, Any] = {**SIZES, "backend": "lsa", "device": 0, "timeout_s": 2
 
 
 @pytest.fixture
-def fixed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows keep the size that they open with, as those of NCCL and NVSHMEM do."""
-    monkeypatch.setattr(LsaSession, "extend", lambda session, nbytes, owner: None)
+def fixed() -> Iterator[None]:
+    """See fixed_windows()."""
+    with fixed_windows(LsaSession):
+        yield
 
 
 @pytest.mark.timeout(900)
