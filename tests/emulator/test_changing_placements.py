@@ -23,6 +23,7 @@ from moecomm.testing.check import Wanted, dispatch_call
 from moecomm.testing.prepare import prepare_dispatch
 
 from ..few import few
+from ..native.mutants import Mutant
 from . import plain
 from .machine import LIMIT, Call, Launch, Machine, units
 from .test_kernels import UNEVEN
@@ -131,20 +132,23 @@ def test_a_rank_that_leaves_out_a_change(packs: bool, machine: Machine, monkeypa
     rounds(0, machine, units().library(_UNIT), late=True)
 
 
-# Bugs of the kernel that writes tables.
-EDITS = {
-    "the next dispatch may begin while the table is written": (
-        "    for (i32 i = threadIdx.x; i < a.count;",
-        "    emulator::let_next_launch();\n    for (i32 i = threadIdx.x; i < a.count;",
-    ),
-    "half of the table is written": ("i < a.count;", "i < a.count / 2;"),
-    "words of the table are those before": ("a.words)[i]", "a.words)[i > 4 ? i - 1 : i]"),
-}
+MUTANTS = [  # of the kernel that writes tables
+    Mutant(name, "device/between_rounds.cuh", old, new, caught_by="rounds")
+    for name, old, new in (
+        (
+            "the next dispatch may begin while the table is written",
+            "    for (i32 i = threadIdx.x; i < a.count;",
+            "    emulator::let_next_launch();\n    for (i32 i = threadIdx.x; i < a.count;",
+        ),
+        ("half of the table is written", "i < a.count;", "i < a.count / 2;"),
+        ("words of the table are those before", "a.words)[i]", "a.words)[i > 4 ? i - 1 : i]"),
+    )
+]
 
 
-@pytest.mark.parametrize("edit", EDITS)
-def test_a_mutant_is_caught(edit: str, machine: Machine) -> None:
-    kernel = Units(edited(plain.write, "device/between_rounds.cuh", *EDITS[edit]), "cuda.h").library(_UNIT)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_mutant_is_caught(mutant: Mutant, machine: Machine) -> None:
+    kernel = Units(edited(plain.write, mutant.file, mutant.old, mutant.new), "cuda.h").library(_UNIT)
 
     def some_rounds() -> None:
         for seed in range(4):

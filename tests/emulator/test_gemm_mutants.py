@@ -17,7 +17,12 @@ from .units import Units, edited
 pytestmark = pytest.mark.long
 
 FILE, EVERY, PAIRS = "gemm/mxfp4.cuh", "every value", "256x4c2u16"
-MANY, AT_NAN = "many steps", "low_magnitudes(i32 rise) {\n    if ("
+MANY, AT_NAN, LINE = "many steps", "low_magnitudes(i32 rise) {\n    if (", "\n        "
+FREE = f"copy_wait(&s.queue.empty[place.slot], place.phase ^ 1);{LINE}"
+STEP = f"MOECOMM_FN void step() {{{LINE}if constexpr (warp) __syncwarp();{LINE}"
+STEP_OF_INDICES, STEP_OF_TILES = (
+    f"{end}\n    {STEP}" for end in ("Positions relies on it.", "queue.tiles[place.slot]; }")
+)
 MUTANTS = [  # `caught_by`: a case of test_mxfp4_gemm.py, or EVERY
     Mutant(name, FILE, old, new, caught_by)
     for name, old, new, caught_by in (
@@ -69,6 +74,9 @@ MUTANTS = [  # `caught_by`: a case of test_mxfp4_gemm.py, or EVERY
         ("a packed slot is kept", "widen", "arrive(&packed.empty[from.slot]);", "", "plain"),
         ("full after one warp", "ring", "c.widens() ? kWarpgroup / kWarp : 0", "c.widens() ? 1 : 0", MANY),
         ("rows of one unit", "gemm", "[place.slot], tile.padded * kSlot", "[place.slot], 16 * kSlot", "plain"),
+        ("no end of tiles", "gemm", f"= tile;{LINE}arrive(", f"= tile;{LINE}if (found) arrive(", "plain"),
+        ("a tile that is taken", "gemm", f"{FREE}if constexpr", "if constexpr", "plain"),
+        ("all lanes are done", "gemm", f"{STEP_OF_TILES}if (!warp || lane_id() == 0)", STEP_OF_TILES, "plain"),
         ("a tile is forgotten", "gemm", "if (!found) tile.rows = 0;", "if (index % 2 == 1) tile.rows = 0;", "plain"),
     )
 ] + [  # `caught_by`: a schedule of test_grouped_gemm.py
@@ -78,10 +86,10 @@ MUTANTS = [  # `caught_by`: a case of test_mxfp4_gemm.py, or EVERY
         ("the second block gets nothing", "tile_counter", "send_word(&s.words", "if (false) send_word(&s.words"),
         ("each block for itself", "tile_counter", "if constexpr (c.cluster == 1) {", "if constexpr (true) {"),
         ("a role too many", "tile_counter", "barrier_init(&empty[i], 1 + (c.has", "barrier_init(&empty[i], 2 + (c.has"),
-        ("no end", "gemm", "arrive(&s.queue.full[", "if (walk.find(index, tile)) arrive(&s.queue.full["),
-        ("a slot that is not free", "gemm", "copy_wait(&s.queue.empty[place.slot], place.phase ^ 1);", ""),
+        ("no end", "gemm", f"= index;{LINE}arrive(", f"= index;{LINE}if (walk.find(index, tile)) arrive("),
+        ("a slot that is not free", "gemm", f"{FREE}const i32 index", "const i32 index"),
         ("one slot for all", "gemm", "queue.indices[place.slot], tile", "queue.indices[0], tile"),
-        ("all lanes are done", "gemm", "if (!warp || lane_id() == 0) arrive(&queue", "arrive(&queue"),
+        ("all lanes are done", "gemm", f"{STEP_OF_INDICES}if (!warp || lane_id() == 0)", STEP_OF_INDICES),
     )
 ] + [  # `caught_by`: a case of test_grouped_gemm.py
     Mutant(f"tall: {name}", "gemm/scaled_rows.cuh", old, new, "rows first, apart, cast")

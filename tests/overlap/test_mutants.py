@@ -6,10 +6,18 @@ from pathlib import Path
 
 import pytest
 
+from moecomm import overlap
+
 from ..fresh_python import run_python
 from .mutants import MUTANTS
 
 BY_NAME = {mutant.name: mutant.operators for mutant in MUTANTS} | {"none": ()}
+
+
+def test_each_edit_matches_one_place() -> None:
+    of_overlap = Path(overlap.__file__).parent
+    found = {mutant.name: (of_overlap / f"{mutant.module}.py").read_text().count(mutant.old) for mutant in MUTANTS}
+    assert set(found.values()) == {1}, found
 
 
 @pytest.mark.long
