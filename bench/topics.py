@@ -48,6 +48,7 @@ PEERS = "peers-alone-h200"
 DEEP_EP = "deep-ep-layer-h100-4 deep-ep-layer-eager-h100-4 deep-ep-layer-eager-h200-2"
 WAYS = ("sequential", "one launch", "fp8, one launch")  # variants of a layer
 # Sizes of each result of complete layers on 4 GPUs.
+ONE_GPU_MODELS = ("gpt-oss-120b", "mixtral-8x7b", "qwen3-30b-a3b")
 LAYER_SIZES = {
     "moe-deepseek-v3-h100-4": (128, 1024, 4096),
     "moe-qwen3-235b-h100-4": (128, 1024, 4096),
@@ -182,13 +183,15 @@ def four_bits() -> str:
         rows.append(line(found, ("GEMM",), model, what, str(each), *map(time_of, of.values()), *ratios))
     weights = "bf16 | FP8 | MXFP4 | packed MXFP4 | over FP8 | over bf16"
     gemms = table(f"model | GEMM | rows an expert | {weights}", rows)
-    layers, rows = load("moe-packed-mxfp4-h200"), []
-    for tokens in layers["case"]["tokens"]:
-        of = {r["variant"]: r["us"]["p50"] for r in layers["rows"] if (r["tokens"], r["what"]) == (tokens, "layer")}
-        us = [of[kind + "default"] for kind in ("", "fp8, ", "mxfp4, ", "packed mxfp4, ")]
-        ratios = [f"{us[3] / other:.2f}" for other in (us[1], us[0])]
-        rows.append(line(layers, layer_parts(tokens), str(tokens), *map(time_of, us), *ratios))
-    return f"{gemms}\n\n{table(f'tokens | {weights}', rows)}"
+    rows = []
+    for model in ONE_GPU_MODELS:
+        layers = load(f"moe-{model}-h200-1")
+        for tokens in layers["case"]["tokens"]:
+            of = {r["variant"]: r["us"]["p50"] for r in layers["rows"] if (r["tokens"], r["what"]) == (tokens, "layer")}
+            us = [of[kind + "default"] for kind in ("", "fp8, ", "mxfp4, ", "packed mxfp4, ")]
+            ratios = [f"{us[3] / other:.2f}" for other in (us[1], us[0])]
+            rows.append(line(layers, layer_parts(tokens), model, str(tokens), *map(time_of, us), *ratios))
+    return f"{gemms}\n\n{table(f'model | tokens | {weights}', rows)}"
 
 
 def fp8() -> str:
@@ -847,9 +850,8 @@ TOPICS = (
     Topic(
         "Packed MXFP4 weights",
         "One H200.  Rows are in FP8 beside FP8 and packed MXFP4 weights (`moecomm.fused.pack_mxfp4`), else in bf16.  "
-        "Grouped GEMMs of one of 8 ranks.  Then layers of gpt-oss-120b on one rank, by default; those with MXFP4 "
-        "beside bf16 run unfused.",
-        "gemm-packed-mxfp4-h200 moe-packed-mxfp4-h200",
+        "Grouped GEMMs of one of 8 ranks.  Then layers on one rank, by default; MXFP4 beside bf16 is never fused.",
+        f"gemm-packed-mxfp4-h200 {' '.join(f'moe-{model}-h200-1' for model in ONE_GPU_MODELS)}",
         four_bits,
     ),
     Topic(
@@ -940,7 +942,7 @@ TOPICS = (
         (
             f"{' '.join(LAYER_SIZES)} "
             "moe-deepseek-v3-h200-4 moe-qwen3-235b-h200-4 moe-gpt-oss-120b-h200-2 moe-mixtral-8x7b-h200-2 "
-            "moe-qwen3-235b-h200-2 moe-gpt-oss-120b-h200-1 moe-mixtral-8x7b-h200-1 moe-qwen3-30b-a3b-h200-1 "
+            "moe-qwen3-235b-h200-2 "
             "at-work-h100-4 at-work-fp8-h100-4 at-work-h200-4 at-work-fp8-h200-4 "
             "layers-h200-2 tune-layers-h200-2 one-launch-schedules-h200-4 moe-channels-h200-2 moe-mxfp4-h200-2"
         ),

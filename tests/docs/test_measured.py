@@ -365,7 +365,7 @@ def test_grouped_gemms_of_few_tokens_read_as_fast_as_the_result_says() -> None:
 
 def test_host_times_of_eager_calls_are_those_of_the_results() -> None:
     measured, _ = aim("Host time of eager calls")
-    layers = [row for row in content("moe-packed-mxfp4-h200")["rows"] if row["what"] == "layer"]
+    layers = [row for row in content("moe-gpt-oss-120b-h200-1")["rows"] if row["what"] == "layer"]
     fused = [row["host_us"] for row in layers if row["variant"].endswith("one launch")]
     unfused = [row["host_us"] for row in layers if row["variant"] in ("sequential", "fp8", "mxfp4", "packed mxfp4")]
     for times in (unfused, fused):
@@ -444,17 +444,51 @@ def test_packed_mxfp4_weights_are_as_fast_as_the_result_says() -> None:
         *(of(ratios) for ratios in few for of in (min, max)),
         *(of(over["fp8"][n]) for n in (64, 128) for of in (min, max)),
     ]
+    rows = [4, 32, 128, 512, 1024]  # an expert
+    of_fp8, of_bf16 = packed_over("mixtral-8x7b", "fp8, "), packed_over("mixtral-8x7b", "")[2:]
+    want += [*of_fp8, min(of_bf16), max(of_bf16)]
+    assert [tokens // 4 for tokens in content("moe-mixtral-8x7b-h200-1")["case"]["tokens"]] == rows
     assert re.findall(r"\d\.\d\d", measured) == [f"{one:.2f}" for one in want]
-    layers = {
-        (row["tokens"], row["variant"]): row["us"]["p50"]
-        for row in content("moe-packed-mxfp4-h200")["rows"]
-        if row["what"] == "layer"
-    }
     measured, _ = aim("Layers of gpt-oss-120b with MXFP4")
-    over_them = (layers[tokens, f"{of}default"] for of in ("", "fp8, ") for tokens in (16, 128, 512))
-    ours = [layers[tokens, "packed mxfp4, default"] for tokens in (16, 128, 512)]
-    shares = [one / other for one, other in zip(ours * 2, over_them, strict=True)]
+    shares = [*packed_over("gpt-oss-120b", ""), *packed_over("gpt-oss-120b", "fp8, ")]
     assert re.findall(r"\d\.\d\d", measured.partition("Packed")[2]) == [f"{share:.2f}" for share in shares]
+
+
+def layer_times(name: str) -> dict[int, dict[str, float]]:
+    """Return microseconds of our layers by tokens and variant."""
+    found: dict[int, dict[str, float]] = {}
+    for row in content(name)["rows"]:
+        if (row["who"], row["what"]) == ("moecomm", "layer"):
+            found.setdefault(row["tokens"], {})[row["variant"]] = row["us"]["p50"]
+    return found
+
+
+def packed_over(model: str, other: str) -> list[float]:
+    """Return what layers of packed weights take of the time of others, by tokens."""
+    return [of["packed mxfp4, default"] / of[f"{other}default"] for of in layer_times(f"moe-{model}-h200-1").values()]
+
+
+@pytest.mark.parametrize(
+    ("name", "at_most"),
+    [
+        ("moe-gpt-oss-120b-h200-1", [0.5]),
+        ("moe-qwen3-30b-a3b-h200-1", [0.3]),
+        ("moe-mixtral-8x7b-h200-1", [6.5, 3.3]),
+        ("layers-peers-h200-1", [0.8]),
+        ("layers-peers-v4-pro-h200-1", [2.8, 0.1]),
+    ],
+)
+def test_defaults_are_as_much_slower_as_the_page_says(name: str, at_most: list[float]) -> None:
+    """Percent over the better form, the worst first."""
+    slower = []
+    for of in layer_times(name).values():
+        for kind in ("", "fp8, ", "packed mxfp4, "):
+            if f"{kind}one launch" in of:
+                better = min(of[f"{kind}one launch"], of[kind.removesuffix(", ") or "sequential"])
+                slower.append(round(100 * (of[f"{kind}default"] / better - 1), 1))
+    assert sorted(slower, reverse=True)[: len(at_most)] == at_most
+    measured, _ = aim("`fused=None` at most 2 % slower")
+    assert f"`{name}.json`" in measured and all(f"{percent} %" in measured for percent in at_most)
 
 
 def test_losses_of_torchtitan_are_as_far_apart_as_the_page_says() -> None:
