@@ -15,6 +15,8 @@ import torch
 PROCESSES = 2
 # Tests of such a directory share what they compile: one process runs them all.
 DIRECTORIES = ("emulator", "native", "rma_plugin", "shims")
+# Tests of such a file share nothing, and some take ten minutes: any process runs any of them.
+FILES = ("tests/test_world.py",)
 
 
 def is_one_of_several(config: pytest.Config) -> bool:
@@ -51,14 +53,17 @@ def tell(node: Any) -> None:
 
 
 def scheduler(config: pytest.Config, log: Any) -> Any:
-    """pytest-xdist's loadfile, in which the files of a directory that shares something count as one."""
+    """pytest-xdist's loadfile, but for DIRECTORIES, which count as one file, and FILES, whose tests count as files."""
     if config.option.dist != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            directory = Path(nodeid.split("::", 1)[0]).parent
+            file = nodeid.split("::", 1)[0]
+            if file in FILES:
+                return nodeid
+            directory = Path(file).parent
             return str(directory) if directory.name in DIRECTORIES else str(super()._split_scope(nodeid))
 
     return Scheduling(config, log)
