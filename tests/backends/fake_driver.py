@@ -129,7 +129,8 @@ class FakeDriver:
     def cuMemMap(self, address: int, nbytes: int, offset: int, handle: int, flags: int) -> tuple[Any, ...]:
         if status := self._call("cuMemMap"):
             return (status,)
-        assert any(begin <= address <= address + nbytes <= begin + size for begin, size in self.reserved.items())
+        reserved = list(self.reserved.items())  # at once: other threads reserve meanwhile
+        assert any(begin <= address <= address + nbytes <= begin + size for begin, size in reserved)
         assert nbytes > 0 and address not in self.mapped
         self.mapped[address] = self.handles[handle]
         return (Status.CUDA_SUCCESS,)
@@ -147,7 +148,7 @@ class FakeDriver:
         return (Status.CUDA_SUCCESS,)
 
     def cuMemAddressFree(self, address: int, nbytes: int) -> tuple[Any, ...]:
-        assert not any(address <= begin < address + nbytes for begin in self.mapped)
+        assert not any(address <= begin < address + nbytes for begin in list(self.mapped))  # at once, as above
         assert self.reserved.pop(address) == nbytes
         return (Status.CUDA_SUCCESS,)
 
