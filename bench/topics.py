@@ -47,8 +47,8 @@ from moecomm_bench.layers import BY_RANK
 PEERS = "peers-alone-h200"
 DEEP_EP = "deep-ep-layer-h100-4 deep-ep-layer-eager-h100-4 deep-ep-layer-eager-h200-2"
 WAYS = ("sequential", "one launch", "fp8, one launch")  # variants of a layer
-# Sizes of each result of complete layers on 4 GPUs.
 ONE_GPU_MODELS = ("gpt-oss-120b", "mixtral-8x7b", "qwen3-30b-a3b")
+# Sizes of each result of complete layers on 4 GPUs.
 LAYER_SIZES = {
     "moe-deepseek-v3-h100-4": (128, 1024, 4096),
     "moe-qwen3-235b-h100-4": (128, 1024, 4096),
