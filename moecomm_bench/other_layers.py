@@ -1,6 +1,6 @@
 """Expert layers of other libraries, and the error of any layer against float64.
 
-Written for the published interface of deep_gemm's layer for Hopper, as in its wheel sgl-deep-gemm 0.1.5.
+Written for the published interface of deep_gemm's layer for Hopper, as in its wheels sgl-deep-gemm 0.1.5 and 0.2.5.
 """
 
 from __future__ import annotations

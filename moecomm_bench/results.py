@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import datetime
+import importlib.metadata
 import json
 import os
 import platform
@@ -22,6 +24,7 @@ from moecomm_bench.ranks import starter
 
 _NCCL = "libnccl.so.2"
 _INSTALLED = {"nccl4py": "nccl4py", "nvshmem": "NVSHMEM", "nvshmem4py": "nvshmem4py", "cuda-core": "cuda.core"}
+_LIBRARIES = ("sgl-deep-gemm", "flashinfer-python")  # others, of which a result says the version
 
 
 def write(path: Path, measured: dict[str, Any]) -> Path:
@@ -77,6 +80,9 @@ def _cuda() -> dict[str, str]:
     if loaded := _loaded_nccl():
         found["nccl loaded"] = loaded
     found |= {name: version for name, known in _INSTALLED.items() if (version := doctor.installed(known))}
+    for package in _LIBRARIES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
     proc = Path("/proc/driver/nvidia/version")
     if proc.exists() and (driver := re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", proc.read_text())):
         found["driver"] = driver[0]
