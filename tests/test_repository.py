@@ -13,6 +13,7 @@ import pytest
 import moecomm
 
 from .fresh_python import run_python
+from .size import BUDGET, sizes
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("moecomm", "moecomm_bench")
@@ -58,6 +59,12 @@ def test_files_are_short() -> None:
         for n, p in zip(names(PACKAGE + NATIVE), PACKAGE + NATIVE, strict=True)
         if p.read_text().count("\n") > MOST_LINES
     ] == []
+
+
+def test_no_room_is_larger_than_its_budget() -> None:
+    """What is added is paid for by what goes: `python -m tests.size lower` after a cut."""
+    budget = json.loads(BUDGET.read_text())
+    assert {name: size for name, size in sizes().items() if size > budget.get(name, 0)} == {}
 
 
 def test_only_config_reads_the_environment() -> None:
