@@ -16,7 +16,7 @@ from moecomm.fused import Fp8, experts, interleave, layer, quantize_weights, wei
 from moecomm.fused.kernels import FP8
 from moecomm.fused.weight_format import PLAIN
 from moecomm.testing import LayerCase, LocalBuffers, random_layer
-from moecomm.testing.layers import expected
+from moecomm.testing.layers import expected, selecting
 from moecomm.testing.prepare import prepare_combine, prepare_moe
 from moecomm.tools.demo_layer import MoELayer
 
@@ -77,6 +77,8 @@ def test_rows_travel_unsummed(sizes: dict[str, Any]) -> None:
         for seed in range(8):
             case = random_layer(seed, **sizes, dtype=torch.bfloat16)
             case.wire = "rows"
+            g = torch.Generator().manual_seed(seed)
+            case.w13, case.w2 = (selecting(*w.shape, generator=g, dtype=w.dtype) for w in (case.w13, case.w2))
             outs = ranks.moe([case.call(rank) for rank in range(sizes["ranks"])])
             for rank, out in enumerate(outs):
                 case.check(rank, out)

@@ -20,6 +20,21 @@ KINDS = ("plain", "plain", "drop", "duplicates", "one rank", "one expert", "noth
 _FEW_PRODUCTS = 2**24  # products of one matrix, below which a CPU takes less time than the launches of a GPU
 
 
+def selecting(*shape: int, generator: torch.Generator, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Draw matrices with at most one nonzero value a row and a column, a power of two with a sign.
+
+    Products of rows with them are exact, so their bits depend neither on the number of rows nor on the processor.
+    """
+    matrices = torch.zeros(shape)
+    most = min(shape[-2:])
+    for matrix in matrices.flatten(0, -3):
+        rows, columns = (torch.randperm(size, generator=generator)[:most] for size in shape[-2:])
+        exponents = torch.randint(-1, 2, (most,), generator=generator)
+        signs = torch.randint(0, 2, (most,), generator=generator) * 2.0 - 1
+        matrix[rows, columns] = signs * torch.exp2(exponents.float())
+    return matrices.to(dtype)
+
+
 @dataclass
 class LayerCase:
     """The inputs of one Buffer.moe on all ranks. Weights are those of all experts, gate rows before up rows."""

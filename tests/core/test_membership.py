@@ -29,6 +29,7 @@ from moecomm.ranks.board import LocalBoard
 from moecomm.ranks.pages import PAGE_BYTES, Pages
 from moecomm.rounds.expert_tables import AbsentEntries, ExpertIds
 from moecomm.testing import LocalBuffers
+from moecomm.testing.layers import selecting
 
 from .. import call_plans, kill_plans
 from ..conftest import Ranks
@@ -352,6 +353,9 @@ def layers(rank: int, group: Any) -> Any:
     layer = moecomm.nn.ExpertParallel(
         group, hidden=64, intermediate=32, num_experts=10, topk=3, max_tokens=16, dtype=torch.float32, backend="host"
     )
+    with torch.no_grad():  # fewer rows come after the loss, and products must have the same bits
+        for weight in layer.experts.parameters():
+            weight.copy_(selecting(*weight.shape, generator=torch.Generator().manual_seed(rank)))
     buffer = layer.open()
     x = torch.randn(8, 64, generator=torch.Generator().manual_seed(rank))
     ids = torch.rand(8, 10, generator=torch.Generator().manual_seed(rank)).argsort(dim=1)[:, :3]

@@ -22,6 +22,7 @@ from moecomm.errors import BadInput, Mismatch, PeerLost, Unsupported
 from moecomm.testing import LocalBuffers, check_case, random_case, random_sizes
 from moecomm.testing.cases import placed, random_placement
 from moecomm.testing.check import Wanted, again_call, dispatch_call
+from moecomm.testing.layers import selecting
 
 from ..backends.conftest import run_ranks
 from ..few import few
@@ -130,10 +131,8 @@ def test_tokens_in_parts_go_on_taking_turns(choice: ReplicaChoice, layout: Layou
         found = []
         for room in (10.0, 0.3):
             with moecomm.Buffer(group, **sizes, capacity_factor=room, placement=placement) as buffer:
-                w13, w2 = (
-                    torch.randn(2, *shape, generator=torch.Generator().manual_seed(7)).bfloat16()
-                    for shape in ((8, 16), (16, 4))
-                )
+                g = torch.Generator().manual_seed(7)
+                w13, w2 = (selecting(2, *shape, generator=g, dtype=torch.bfloat16) for shape in ((8, 16), (16, 4)))
                 routed = buffer.dispatch(x, ids, weights, layout=layout)
                 assert torch.equal(routed.tokens_per_expert.long(), want.view(4, 2)[group.rank])
                 assert isinstance(routed.handle, ChunkedHandle) == (room < 1)
