@@ -212,7 +212,7 @@ def test_what_does_not_fit_is_named_before_a_row_is_sent() -> None:
     w13, w2, x = good[0]["w13"], good[0]["w2"], good[0]["x"]
     refused: list[dict[str, Any]] = [
         {"activation": "gelu"},
-        {"activation_limit": 7.0},
+        {"activation_limit": 7.0, "activation": "geglu_tanh"},
         {"activation_alpha": 1.702, "activation": "geglu"},
         {"activation_limit": -7.0, "activation": "swigluoai"},
         {"activation_alpha": "1", "activation": "swigluoai"},

@@ -208,9 +208,7 @@ def test_torch_computes_what_the_reference_does() -> None:
         rows, counts = quantize_rows(x, kind), torch.tensor([3, 0, 9, 4, 0, 0, 20, 4], dtype=torch.int32)
         bias = torch.rand(8, 96)
         got = multiply_by_torch(rows, call["w13"], counts, torch.bfloat16, False, case.activation, bias)
-        about = {"activation": case.activation.name, "bias": bias, "interleaved": False}
-        if case.activation.name == "swigluoai":
-            about["activation_limit"] = case.activation.limit
+        about = {**case.activation.arguments(), "bias": bias, "interleaved": False}
         want = grouped_gemm(rows, call["w13"], counts, **about)
         torch.testing.assert_close(got, want, rtol=2**-5, atol=2**-5)
 

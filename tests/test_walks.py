@@ -406,8 +406,11 @@ class LayerRank:
             lambda: {"w13_bias": torch.ones(experts, 2 * INNER).to(mine.choice((torch.bfloat16, torch.float32)))},
             lambda: {"w2_bias": torch.ones(experts, HIDDEN, requires_grad=mine.random() < 0.5)},
             lambda: {"w2_bias": torch.ones(experts + 1, HIDDEN)},
-            lambda: {"activation": mine.choice(("geglu", "geglu_tanh", "swigluoai", "relu", 1))},
-            lambda: {"activation": "swigluoai", "activation_limit": mine.choice((7.0, 7, 1.0, True, "x"))},
+            lambda: {"activation": mine.choice(("geglu", "geglu_tanh", "swigluoai", "swiglustep", "relu", 1))},
+            lambda: {
+                "activation": mine.choice(("swiglu", "swigluoai")),
+                "activation_limit": mine.choice((7.0, 1.0, True, "x")),
+            },
             lambda: {"interleaved": mine.choice((True, 1, 0, 2, not given["interleaved"]))},
             lambda: {"max_rows": mine.choice((TOKENS * TOPK * 4, TOKENS * TOPK * 4, 4, 0, 1, True, 2.0, -1))},
             lambda: {"num_sms": mine.choice((1, 2, True, 0, [1]))},

@@ -203,11 +203,7 @@ def test_a_layer(name: str) -> None:
 COPIED: dict[str, Case] = {
     "balance": two("balance", None, "replicate"),
     "activation": two("activation", "swiglu", "geglu"),
-    "activation_limit": (
-        {"activation": "swigluoai", "activation_limit": 7.0},
-        {"activation": "swigluoai", "activation_limit": 8.0},
-        "activation",
-    ),
+    "activation_limit": ({}, {"activation_limit": 8.0}, "activation"),
     "activation_alpha": (
         {"activation": "swigluoai", "activation_alpha": 1.0},
         {"activation": "swigluoai", "activation_alpha": 2.0},

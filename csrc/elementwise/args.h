@@ -57,11 +57,12 @@ struct TidyArgs {
 // gradients.cuh
 struct SwigluArgs {
     u64 both;                           // [rows][2 I]: `width` gate columns, then `width` up columns, and so on
-    u64 inner;                          // [rows][I]: gradient of silu(gate) * up, without the routing weight
+    u64 inner;                          // [rows][I]: gradient of the activated values, without the routing weight
     u64 weights;                        // float [rows], the routing weights
-    u64 to_both, to_inner, to_weights;  // gradients of `both`; silu(gate) * up times the weight; gradients of weights
+    u64 to_both, to_inner, to_weights;  // gradients of `both`; activated values times the weight; gradients of weights
     u64 end;                            // i32: rows from here on are unused and stay as they are
-    i32 count, columns, width, pad;     // rows; I; see `both`
+    i32 count, columns, width;          // rows; I; see `both`
+    float limit;                        // of gate or silu(gate) from above, and of up from both sides
 };
 
 struct GradientArgs {

@@ -35,8 +35,21 @@ MOECOMM_FN void combine_gradients(const GradientArgs& a) {
     });
 }
 
-// Called by all threads of the grid; one warp a row.
-template <Type type>
+// What SwigluArgs::limit bounds from above; up is then within it on both sides.
+enum class Limited : i32 { nothing, gate, silu };
+
+// Return x, bounded from above or from both sides.  NaNs pass.
+template <bool limited>
+MOECOMM_FN float at_most(float x, float limit) {
+    return limited && x > limit ? limit : x;
+}
+template <bool limited>
+MOECOMM_FN float within(float x, float limit) {
+    return limited && x < -limit ? -limit : at_most<limited>(x, limit);
+}
+
+// Called by all threads of the grid; one warp a row.  Derivatives beyond a limit are 0.
+template <Type type, Limited limited>
 MOECOMM_FN void swiglu_gradients(const SwigluArgs& a) {
     constexpr i32 n = columns_in_16(type);
     const i32 end = min(a.count, *reinterpret_cast<const i32*>(a.end));
@@ -54,11 +67,15 @@ MOECOMM_FN void swiglu_gradients(const SwigluArgs& a) {
             widen<type>(*reinterpret_cast<const uint4*>(a.inner + here), gradient);
 #pragma unroll
             for (i32 i = 0; i < n; ++i) {
-                const float sigmoid = 1.0f / (1.0f + expf(-gate[i])), silu = gate[i] * sigmoid, weighted = gradient[i] * weight;
-                sum += silu * up[i] * gradient[i];
-                made[i] = silu * up[i] * weight;
-                gate_grad[i] = weighted * up[i] * (sigmoid + silu * (1.0f - sigmoid));
-                up_grad[i] = weighted * silu;
+                const float bounded = at_most<limited == Limited::gate>(gate[i], a.limit);
+                const float sigmoid = 1.0f / (1.0f + expf(-bounded)), silu = bounded * sigmoid, weighted = gradient[i] * weight;
+                const float one = at_most<limited == Limited::silu>(silu, a.limit);
+                const float other = within<limited != Limited::nothing>(up[i], a.limit);
+                const bool gate_beyond = bounded < gate[i] || one < silu, up_beyond = other < up[i] || other > up[i];
+                sum += one * other * gradient[i];
+                made[i] = one * other * weight;
+                gate_grad[i] = gate_beyond ? 0.0f : weighted * other * (sigmoid + silu * (1.0f - sigmoid));
+                up_grad[i] = up_beyond ? 0.0f : weighted * one;
             }
             store_columns<type>(reinterpret_cast<void*>(a.to_both + gate_at), gate_grad);
             store_columns<type>(reinterpret_cast<void*>(a.to_both + up_at), up_grad);

@@ -39,7 +39,7 @@ struct GemmArgs {
     u64 x_scales, w_scales, out_scales;
     i64 x_scale_row, x_scale_column;  // strides of x_scales, in elements
     u64 bias;                         // f32[groups][columns], of gated products gate columns before up columns; 0: none
-    float limit, alpha;               // of Activation::swigluoai
+    float limit, alpha;               // of activations that have them
     u64 next_tile;                    // with GemmConfig::dynamic, u32: position that a cluster takes next, 0 before the launch
 };
 

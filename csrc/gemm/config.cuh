@@ -9,8 +9,8 @@ namespace moecomm {
 constexpr i32 kWoven = 8;         // rows of an interleaved group: 8 gate rows, then their 8 up rows
 constexpr i32 kScaleGroup = 128;  // columns of x, or rows and columns of w, that share a scale
 
-// Activations of gated experts, named as in Python (moecomm/fused/activations.py).
-enum class Activation : i32 { swiglu, geglu, geglu_tanh, swigluoai };
+// Activations of gated experts, named as in Python (GatedActivation.kernel in moecomm/fused/activations.py).
+enum class Activation : i32 { swiglu, geglu, geglu_tanh, swigluoai, swiglu_limited, swiglustep };
 
 struct GemmConfig {
     Type type;              // of x and w; e4m3 has scales, bf16 and fp16 with channel_scales

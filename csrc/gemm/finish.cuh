@@ -1,5 +1,5 @@
-// Scales of rows and channels, biases, and activations other than SwiGLU, in the accumulator registers of a tile, between its last product
-// and its epilogue, in this order.
+// Scales of rows and channels, biases, and activations other than SwiGLU without a limit, in the accumulator registers of a tile, between
+// its last product and its epilogue, in this order.
 //
 // The arithmetic is written with intrinsics, so that no compiler contracts it in one kernel and not in another: the bits of a product do
 // not depend on the kernel that it is computed in.
@@ -14,7 +14,11 @@ constexpr float kGeluCubic = 0.044715f, kGeluSlope = 0.7978845608f, kHalfRoot = 
 // Returns x times the sigmoid of y.
 MOECOMM_FN float times_sigmoid(float x, float y) { return __fdividef(x, __fadd_rn(1.0f, __expf(-y))); }
 
-// Returns the activated value, for activations other than SwiGLU.  NaNs pass through the limits.
+// Return x, bounded by the limit from above or from both sides.  NaNs pass.
+MOECOMM_FN float at_most(const GemmArgs& args, float x) { return x > args.limit ? args.limit : x; }
+MOECOMM_FN float within(const GemmArgs& args, float x) { return x > args.limit ? args.limit : x < -args.limit ? -args.limit : x; }
+
+// Returns the activated value, for activations that the epilogue does not compute.
 template <GemmConfig c>
 MOECOMM_FN float activated(const GemmArgs& args, float gate, float up) {
     if constexpr (c.activation == Activation::geglu) {
@@ -22,10 +26,15 @@ MOECOMM_FN float activated(const GemmArgs& args, float gate, float up) {
     } else if constexpr (c.activation == Activation::geglu_tanh) {  // (1 + tanh(y)) / 2 is the sigmoid of 2 y
         const float slope = __fmaf_rn(2.0f * kGeluSlope * kGeluCubic, __fmul_rn(gate, gate), 2.0f * kGeluSlope);
         return __fmul_rn(times_sigmoid(gate, __fmul_rn(gate, slope)), up);
+    } else if constexpr (c.activation == Activation::swiglustep) {
+        return __fmul_rn(at_most(args, times_sigmoid(gate, gate)), within(args, up));
+    } else if constexpr (c.activation == Activation::swiglu_limited) {
+        gate = at_most(args, gate);
+        return __fmul_rn(times_sigmoid(gate, gate), within(args, up));
     } else {
-        static_assert(c.activation == Activation::swigluoai, "SwiGLU is computed by the epilogue");
-        gate = gate > args.limit ? args.limit : gate;
-        up = up > args.limit ? args.limit : up < -args.limit ? -args.limit : up;
+        static_assert(c.activation == Activation::swigluoai, "SwiGLU without a limit is computed by the epilogue");
+        gate = at_most(args, gate);
+        up = within(args, up);
         return __fmul_rn(__fadd_rn(up, 1.0f), times_sigmoid(gate, __fmul_rn(args.alpha, gate)));
     }
 }

@@ -26,7 +26,7 @@ Wire: TypeAlias = WireName | torch.dtype  # a dtype: that of y, or that which a 
 CombineWireName: TypeAlias = WireName | Literal["rows"]
 CombineWire: TypeAlias = CombineWireName | torch.dtype  # of one call: "rows": no rank adds up its rows of a token
 Overflow: TypeAlias = Literal["chunks", "drop", "error"]  # what becomes of rows that have no room
-Activation: TypeAlias = Literal["swiglu", "geglu", "geglu_tanh", "swigluoai"]  # by Activation in csrc/gemm/config.cuh
+Activation: TypeAlias = Literal["swiglu", "geglu", "geglu_tanh", "swigluoai", "swiglustep"]
 GateKind: TypeAlias = Literal["softmax", "sigmoid"]
 PluginWay: TypeAlias = Literal["auto", "loopback", "tcp"]
 

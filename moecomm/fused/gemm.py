@@ -298,7 +298,7 @@ def _launch_of(
             schedule = schedules.packed_as(schedule) if given.packed else schedule
     args = arguments(given, apart, out.data_ptr(), out_scales, schedule, alignment, used)
     blocks = units // schedule.cluster * schedule.cluster * schedule.blocks_per_sm
-    epilogue = kernels.Epilogue(used.name, given.bias is not None, given.by_channel)
+    epilogue = kernels.Epilogue(used.kernel, given.bias is not None, given.by_channel)
     about = (schedule, out.dtype, epilogue, given.mxfp4)
     kernel = kernels.gemm_kernel(dtype, activation is not None, apart, *about)
     return _Launch(device, kernel, blocks, args, schedule.dynamic)

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 
 from moecomm import _native
-from moecomm.base.choices import Activation
 from moecomm.base.protocol import QUANT_GROUP
 from moecomm.fused.schedules import Schedule
 from moecomm.gpu.plain_kernel import PlainKernel
@@ -52,12 +51,12 @@ class Epilogue(NamedTuple):
     """Steps behind the products of a gated GEMM, apart from rounding: fields of GemmConfig.
 
     Attributes:
-        activation: of gated products.
+        activation: of gated products: GatedActivation.kernel.
         bias: the product may have a bias.
         channel_scales: sums are multiplied by a scale of their row and one of their channel.
     """
 
-    activation: Activation = "swiglu"
+    activation: str = "swiglu"
     bias: bool = False
     channel_scales: bool = False
 

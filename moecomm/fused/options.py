@@ -13,9 +13,12 @@ class Options(NamedTuple):
 
     Args:
         activation: "swiglu": silu(gate) * up.  "geglu": gelu(gate) * up, with the error function; "geglu_tanh":
-            with the tanh approximation.  "swigluoai", that of gpt-oss: (up + 1) * gate * sigmoid(alpha * gate),
-            with gate at most, and up within +-, `activation_limit`.
-        activation_limit, activation_alpha: of "swigluoai"; None: 7.0 and 1.702.
+            with the tanh approximation.  "swigluoai", that of gpt-oss: (up + 1) * gate * sigmoid(alpha * gate).
+            "swiglustep", that of Step-3.7: as "swiglu", with a limit behind silu.
+        activation_limit: gate is at most, and up within +-, this limit; with "swiglustep" silu(gate) is at most this
+            limit, and gate has none.  None: "swiglu" has no limit, "swigluoai" and "swiglustep" 7.0.  "geglu" and
+            "geglu_tanh" cannot have one.
+        activation_alpha: of "swigluoai"; None: 1.702.
         interleaved: w13 is `moecomm.fused.interleave(w13)`; in FP8, quantized after that.
         max_rows: rows of tokens to make room for; default: by the Buffer's `capacity_factor`.
         wire: see combine(); None: "exact".

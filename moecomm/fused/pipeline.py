@@ -221,7 +221,7 @@ class Fused:
         self._w2 = w2 if isinstance(w2, tuple) else (w2, None)
         dtype, inner = weights.product or self._w2[0].dtype, self._w13[0].shape[1] // 2
         self._activation, self._biases = activation, biases
-        epilogue = Epilogue(activation.name, biases[0] is not None or biases[1] is not None, weights.casts)
+        epilogue = Epilogue(activation.kernel, biases[0] is not None or biases[1] is not None, weights.casts)
         of_rank = (rounds.settings, rounds.rank, rounds.device.index)
         how: dict[str, Any] = {"epilogue": epilogue, "packed": weights.packed > 1}
         self._plan = layer_plan(*of_rank, dtype, inner, not interleaved, expected_rows, max_rows, **how)

@@ -45,7 +45,9 @@ def address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def run(kernel: plain_kernel.PlainKernel, device: torch.device, threads: int, **fields: int | ctypes.Structure) -> None:
+def run(
+    kernel: plain_kernel.PlainKernel, device: torch.device, threads: int, **fields: float | ctypes.Structure
+) -> None:
     """Launch a kernel on the current stream of a device.
 
     `threads`: one for each piece of work.  At most _MOST_BLOCKS blocks are launched; they then loop.

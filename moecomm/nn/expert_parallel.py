@@ -252,7 +252,7 @@ class ExpertParallel(torch.nn.Module):
             )
             given = (rows, topk_idx, weights, w13, w2)
             room: dict[str, Any] = {"max_rows": self.max_rows, "overflow": self.overflow, "dropped": self.dropped}
-            room |= self._about_activation()
+            room |= self.experts.activation.arguments()
             if w13_bias is not None:
                 room |= {"w13_bias": w13_bias, "w2_bias": w2_bias}
             if torch.compiler.is_compiling():
@@ -283,13 +283,6 @@ class ExpertParallel(torch.nn.Module):
         experts = self.experts
         hooks = (*experts._forward_hooks, *experts._forward_pre_hooks)  # hooks may gather weights or count calls
         return type(experts) is Experts and not hooks and experts.w13.dtype == experts.w2.dtype == self.payload
-
-    def _about_activation(self) -> dict[str, Any]:
-        """Return the arguments of Buffer.moe that name the activation."""
-        about = self.experts.activation
-        if about.name != "swigluoai":
-            return {"activation": about.name}
-        return {"activation": about.name, "activation_limit": about.limit, "activation_alpha": about.alpha}
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickling, without a default Buffer: the copy opens its own."""

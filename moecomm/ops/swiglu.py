@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import silu
 
-from moecomm.fused.activations import SWIGLU, GatedActivation
-from moecomm.gpu import row_pass
+from moecomm.fused.activations import FORMULAS, SWIGLU, UNLIMITED, GatedActivation
+from moecomm.gpu import plain_kernel, row_pass
 from moecomm.ops.rounds import rows_of
 
 
@@ -23,6 +24,13 @@ class Gradients(NamedTuple):
     both: torch.Tensor
     weights: torch.Tensor
     inner: torch.Tensor
+
+
+def kernel(dtype: torch.dtype, activation: GatedActivation) -> plain_kernel.PlainKernel:
+    """Return the kernel of gradients of SwiGLU, with the activation's kind of limit."""
+    bounded = "silu" if FORMULAS[activation.name].limits_activated else "gate"
+    limited = "nothing" if activation.limit == UNLIMITED else bounded
+    return row_pass.kernel("swiglu_gradients", row_pass.TYPES[dtype], f"Limited::{limited}")
 
 
 def gradients(
@@ -44,13 +52,13 @@ def gradients(
         end: int32 `[1]`: rows from this one on may hold anything, in inputs and outputs.
         activation: of the experts.
     """
-    if both.is_cuda and activation == SWIGLU:
+    if both.is_cuda and FORMULAS[activation.name].of is silu:
         both, grad_inner, weights = rows_of(both), rows_of(grad_inner), weights.contiguous()
         made = Gradients(torch.empty_like(both), torch.empty_like(weights), torch.empty_like(grad_inner))
         count, columns = grad_inner.shape
         if count > 0:
             row_pass.run(
-                row_pass.kernel("swiglu_gradients", row_pass.TYPES[both.dtype]),
+                kernel(both.dtype, activation),
                 both.device,
                 count * row_pass.ROW,
                 both=both.data_ptr(),
@@ -63,6 +71,7 @@ def gradients(
                 count=count,
                 columns=columns,
                 width=width,
+                limit=activation.limit,
             )
         return made
     gate, up = both.float().view(len(both), both.shape[1] // (2 * width), 2, width).unbind(2)

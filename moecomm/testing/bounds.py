@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import silu
 
 from moecomm.fused import Fp8, deinterleave
-from moecomm.fused.activations import SWIGLU, GatedActivation
+from moecomm.fused.activations import FORMULAS, SWIGLU, GatedActivation
 from moecomm.fused.fp8 import widen
 from moecomm.fused.reference import groups_of
 
@@ -49,8 +49,8 @@ def gated(both: torch.Tensor, off: torch.Tensor, activation: GatedActivation = S
     returns 0 for a divisor beyond 2^126 = exp(87.3).  GELU adds 1 to a number near -1 where the gate is far below 0.
     """
     (gate, up), (gate_off, up_off) = both.chunk(2, -1), off.chunk(2, -1)
-    if activation.name != "swiglu":
-        factor = up.abs() + (1 if activation.name == "swigluoai" else 0)
+    if activation != SWIGLU:
+        factor = up.abs().clamp(max=activation.limit) + FORMULAS[activation.name].offset
         value, (_, _, by_up) = activation.apply(gate, up), activation.derivatives(gate, torch.zeros_like(up))
         slope = 1.13 * gate_off * (factor + up_off) + by_up.abs() * up_off
         return value, slope + 2.0**-16 * value.abs() + 2.0**-21 * (gate.abs() + 1) * factor

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 
-from moecomm.base.choices import Activation, CombineWire
+from moecomm.base.choices import CombineWire
 from moecomm.base.experts import experts_of
 from moecomm.dispatch.reference import quantize
 from moecomm.fused import Fp8, deinterleave, interleave, quantize_weights
-from moecomm.fused.activations import LIMIT, SWIGLU, GatedActivation
+from moecomm.fused.activations import FORMULAS, LIMIT, SWIGLU, UNLIMITED, GatedActivation, check_activation
 from moecomm.testing import bounds
 from moecomm.testing.cases import draw_routing
 
@@ -33,6 +33,14 @@ def selecting(*shape: int, generator: torch.Generator, dtype: torch.dtype = torc
         signs = torch.randint(0, 2, (most,), generator=generator) * 2.0 - 1
         matrix[rows, columns] = signs * torch.exp2(exponents.float())
     return matrices.to(dtype)
+
+
+def activations(limit: float) -> dict[str, GatedActivation]:
+    """Return activations of all kinds, by GatedActivation.kernel; those that can have a limit have this one."""
+    limits = [(name, None) for name, formula in FORMULAS.items() if formula.limit in (None, UNLIMITED)]
+    limited = [(name, limit) for name, formula in FORMULAS.items() if formula.limit is not None]
+    found = [check_activation(name, one, None) for name, one in limits + limited]
+    return {activation.kernel: activation for activation in found}
 
 
 @dataclass
@@ -72,10 +80,7 @@ class LayerCase:
             if each is not None:
                 weights[name] = each[mine].contiguous().to(device)
         if self.activation != SWIGLU:
-            weights["activation"] = self.activation.name
-            if self.activation.name == "swigluoai":
-                about = {"activation_limit": self.activation.limit, "activation_alpha": self.activation.alpha}
-                weights.update(about)
+            weights.update(self.activation.arguments())
         return {**moved, **weights, "interleaved": self.interleaved, "wire": self.wire}
 
     def matrices(self, expert: int, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -128,9 +133,8 @@ def random_layer(
     drawing: dict[str, Any] = {}
     if experts:
         of_experts = random.Random(seed)
-        names: tuple[Activation, ...] = get_args(Activation)
         limit = of_experts.choice([LIMIT, 0.5])  # one of few values, and one of many
-        drawing["activation"] = GatedActivation(of_experts.choice(names), limit)
+        drawing["activation"] = of_experts.choice(list(activations(limit).values()))
         more = torch.Generator().manual_seed(seed + 1)
         for name, columns in (("w13_bias", 2 * intermediate), ("w2_bias", hidden)):
             bias_type = of_experts.choice([None, dtype, torch.float32])

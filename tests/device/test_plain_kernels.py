@@ -11,6 +11,7 @@ from moecomm.backends.lsa_kernels import choice_of
 from moecomm.base.protocol import BALANCED, DTYPES, REPLICATED
 from moecomm.gpu import plain_kernel, quantize_rows
 from moecomm.gpu.row_pass import TYPES, kernel
+from moecomm.ops import swiglu
 from moecomm.transfer import gpu as weights
 from moecomm.transfer.casts import CASTS as OF_WEIGHTS
 from moecomm.weights.copies import COPY
@@ -18,6 +19,7 @@ from moecomm.window.pace import PAUSE
 
 from ..compiled import check_kernel
 from ..few import few
+from ..gpu.test_plain_kernels import SWIGLUS
 
 
 def choice(ranks: int, slots: int, experts: int, placed: int) -> plain_kernel.PlainKernel:
@@ -37,7 +39,7 @@ KERNELS = (
     | {f"copy, {word}": kernel("copy_rows", word) for word in WORDS}
     | {f"tidy, {ids}, {word}": kernel("tidy", ids, word) for ids in ("i64", "i32") for word in WORDS}
     | {f"gradients, {dtype}": kernel("combine_gradients", TYPES[dtype]) for dtype in DTYPES}
-    | {f"SwiGLU, {dtype}": kernel("swiglu_gradients", TYPES[dtype]) for dtype in DTYPES}
+    | {f"{name}, {dtype}": swiglu.kernel(dtype, activation) for name, activation in SWIGLUS.items() for dtype in DTYPES}
     | {"ids_of_map": kernel("ids_of_map")}
     | {f"{name}<{ids}>": kernel(name, ids) for name in OF_IDS for ids in ("i64", "i32")}
     | {"table of experts": kernel("look_up_experts"), "table of a placement": SET_PLACEMENT, "pause": PAUSE}

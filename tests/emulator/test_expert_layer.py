@@ -105,7 +105,7 @@ class Emulated:
         )
         product, scales = out if isinstance(out, Fp8) else (out, None)
         dtype, gated = given.x.dtype, activation is not None
-        epilogue = kernels.Epilogue(used.name, bias is not None, given.by_channel)
+        epilogue = kernels.Epilogue(used.kernel, bias is not None, given.by_channel)
         in_blocks = dtype == kernels.FP8 and not given.by_channel
         schedule = FP8_SCHEDULES["64x5c1"] if in_blocks else SCHEDULES["64x8c1"]
         apart = gated and not interleaved

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from moecomm.base.choices import Activation
 from moecomm.dispatch.reference import by_column, quantize
 from moecomm.fused import (
     FP8_SCHEDULES,
@@ -21,11 +20,12 @@ from moecomm.fused import (
     quantize_weights,
     tensor_maps,
 )
-from moecomm.fused.activations import GatedActivation
+from moecomm.fused.activations import SWIGLU
 from moecomm.fused.formats import format_of
 from moecomm.fused.kernels import FP8, Epilogue, gemm_kernel
 from moecomm.fused.operands import check_operands
 from moecomm.testing.bounds import expected_gemm
+from moecomm.testing.layers import activations
 
 from ..few import few
 from .gemm_machine import encode, run
@@ -100,18 +100,20 @@ def test_the_kernel_computes_what_the_reference_does(name: str, monkeypatch: pyt
     torch.testing.assert_close(out[rows], grouped_gemm(x, w, tokens, **how)[rows], rtol=2**-6, atol=1e-3)
 
 
-CHANNELS: dict[str, tuple[str, torch.dtype, Activation | None, bool, tuple[int, ...], int, int]] = {
+ACTIVATIONS = activations(0.5)
+CHANNELS: dict[str, tuple[str, torch.dtype, str | None, bool, tuple[int, ...], int, int]] = {
     "plain": ("64x8c1", FP8, None, True, (5, 0, 90), 328, 272),
-    "interleaved, a pair": ("64x8c2", FP8, "swiglu", True, (3, 70), 304, 144),
-    "apart": ("128x6c1", FP8, "swigluoai", False, (20, 0, 140), 160, 272),
-    "INT8": ("64x8c1", torch.int8, "geglu", False, (40, 3), 160, 144),
+    "interleaved, a pair": ("64x8c2", FP8, "geglu", True, (3, 70), 304, 144),
+    "apart": ("128x6c1", FP8, "swiglu_limited", False, (20, 0, 140), 160, 272),
+    "INT8": ("64x8c1", torch.int8, "swiglustep", False, (40, 3), 160, 144),
 }
 
 
 @pytest.mark.parametrize("name", few(CHANNELS, "apart", "INT8"))
 def test_the_kernel_multiplies_by_scales_of_rows_and_channels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_maps, "encode", encode)
-    schedule_name, dtype, activation, interleaved, counts, columns, depth = CHANNELS[name]
+    schedule_name, dtype, kind, interleaved, counts, columns, depth = CHANNELS[name]
+    gated = SWIGLU if kind is None else ACTIVATIONS[kind]
     g = torch.Generator().manual_seed(columns)
     rows, experts = sum(counts) + 9, len(counts)
     x, w = torch.randn(rows, depth, generator=g), torch.randn(experts, columns, depth, generator=g) / depth**0.5
@@ -119,20 +121,20 @@ def test_the_kernel_multiplies_by_scales_of_rows_and_channels(name: str, monkeyp
     w *= torch.exp2(torch.randint(-2, 3, (experts, columns, 1), generator=g))
     bias = torch.randn(experts, columns, generator=g)
     pair, weights = quantize_rows(x, dtype), quantize_channels(w, dtype)
-    how = {"activation": activation, "interleaved": interleaved, "bias": bias}
+    about = {"interleaved": interleaved, "bias": bias}
     tokens = torch.tensor(counts, dtype=torch.int32)
-    given = check_operands(pair, weights, format_of(weights), tokens, 1, **how)
+    given = check_operands(pair, weights, format_of(weights), tokens, 1, kind and gated.name, **about)
     assert given.by_channel
-    apart, gated = activation is not None and not interleaved, GatedActivation(activation or "swiglu")
-    out = torch.full((rows, columns // (2 if activation else 1)), float("nan"), dtype=torch.bfloat16)
+    apart, how = kind is not None and not interleaved, gated.arguments() if kind else {}
+    out = torch.full((rows, columns // (2 if kind else 1)), float("nan"), dtype=torch.bfloat16)
     schedule = SCHEDULES[schedule_name]
     args = gemm.arguments(given, apart, out.data_ptr(), None, schedule, 1, gated)
-    epilogue = Epilogue(gated.name, True, True)
-    kernel = gemm_kernel(given.x.dtype, activation is not None, apart, schedule, torch.bfloat16, epilogue)
+    epilogue = Epilogue(gated.kernel, True, True)
+    kernel = gemm_kernel(given.x.dtype, kind is not None, apart, schedule, torch.bfloat16, epilogue)
     run(kernel, args, blocks=2 * schedule.cluster, seed=len(name))
     used = sum(counts)
     assert bool(out[used:].isnan().all())
-    want = grouped_gemm(pair, weights, tokens, **how, out_dtype=torch.bfloat16)
+    want = grouped_gemm(pair, weights, tokens, **how, **about, out_dtype=torch.bfloat16)
     torch.testing.assert_close(out[:used], want[:used], rtol=2**-7, atol=2**-10)  # sums in another order
     assert float((out[:used] == want[:used]).float().mean()) > 0.9
 

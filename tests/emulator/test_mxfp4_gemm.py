@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moecomm.base.choices import Activation
 from moecomm.fused import MXFP4_SCHEDULES, SCHEDULES, Mxfp4, gemm, tensor_maps
-from moecomm.fused.activations import GatedActivation
+from moecomm.fused.activations import SWIGLU
 from moecomm.fused.formats import format_of
 from moecomm.fused.fp4 import dequantize
 from moecomm.fused.kernels import Epilogue, gemm_kernel
 from moecomm.fused.operands import check_operands
 from moecomm.fused.schedules import Schedule
+from moecomm.testing.layers import activations
 
 from ..few import few
 from .gemm_machine import encode, run
 
-BF16 = torch.bfloat16
+BF16, ACTIVATIONS = torch.bfloat16, activations(0.5)
 
 
 @pytest.fixture(autouse=True)
@@ -30,17 +30,18 @@ def product(
     w: torch.Tensor | Mxfp4,
     counts: torch.Tensor,
     schedule: Schedule,
-    activation: Activation | None = None,
+    name: str | None = None,
     interleaved: bool = True,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    given = check_operands(x, w, format_of(w), counts, 1, activation, interleaved, bias)
-    columns = given.w.shape[1] // (1 if activation is None else 2)
-    apart, gated = activation is not None and not interleaved, GatedActivation(activation or "swiglu")
+    used = SWIGLU if name is None else ACTIVATIONS[name]
+    given = check_operands(x, w, format_of(w), counts, 1, name and used.name, interleaved, bias)
+    columns = given.w.shape[1] // (1 if name is None else 2)
+    apart = name is not None and not interleaved
     out = torch.full((len(x), columns), float("nan"), dtype=BF16)
-    args = gemm.arguments(given, apart, out.data_ptr(), None, schedule, 1, gated)
-    epilogue = Epilogue(gated.name, bias is not None)
-    kernel = gemm_kernel(BF16, activation is not None, apart, schedule, BF16, epilogue, given.mxfp4)
+    args = gemm.arguments(given, apart, out.data_ptr(), None, schedule, 1, used)
+    epilogue = Epilogue(used.kernel, bias is not None)
+    kernel = gemm_kernel(BF16, name is not None, apart, schedule, BF16, epilogue, given.mxfp4)
     run(kernel, args, blocks=2 * schedule.cluster, seed=columns)
     return out
 
@@ -50,14 +51,14 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.nan_to_num(nan=-77.25, posinf=float("inf"), neginf=float("-inf")).view(torch.int16)
 
 
-# Schedule, activation, interleaved, rows, columns, depth: 3, 5, 9 and 18 scales a row, at any address.
-CASES: dict[str, tuple[str, Activation | None, bool, tuple[int, ...], int, int]] = {
+# Schedule, one of ACTIVATIONS, interleaved, rows, columns, depth: 3, 5, 9 and 18 scales a row, at any address.
+CASES: dict[str, tuple[str, str | None, bool, tuple[int, ...], int, int]] = {
     "plain": ("64x7c1", None, True, (5, 0, 90, 1), 328, 288),
     "three scales": ("64x7c1", None, True, (7, 64), 264, 96),
     "interleaved": ("128x4c1", "swiglu", True, (3, 150), 304, 160),
     "apart": ("160x3c1", "swigluoai", False, (20, 0, 300), 160, 288),
-    "18 scales": ("128x4c1", "swigluoai", False, (40, 129), 272, 576),
-    "two blocks": ("48x3c1p2", "swigluoai", False, (60, 3), 272, 288),
+    "18 scales": ("128x4c1", "swiglu_limited", False, (40, 129), 272, 576),
+    "two blocks": ("48x3c1p2", "swiglustep", False, (60, 3), 272, 288),
     "tall": ("192x3c1", "geglu", False, (200, 0, 1), 272, 160),
 }
 
@@ -71,7 +72,7 @@ def test_the_kernel_has_the_bits_of_the_kernel_for_bf16(name: str) -> None:
     scales = torch.randint(118, 126, (experts, columns, depth // 32), generator=g)
     w = Mxfp4(data.to(torch.uint8), scales.to(torch.uint8))
     x = torch.randn(sum(counts) + 9, depth, generator=g).to(BF16)
-    bias = torch.randn(experts, columns, generator=g) if activation == "swigluoai" else None
+    bias = torch.randn(experts, columns, generator=g) if activation in ("swigluoai", "swiglustep") else None
     found = product(x, w, tokens, MXFP4_SCHEDULES[schedule], activation, interleaved, bias)
     wanted = product(x, dequantize(w), tokens, SCHEDULES["64x8c1"], activation, interleaved, bias)
     assert torch.equal(bits(found), bits(wanted)) and not bool(wanted[: sum(counts)].isnan().any())

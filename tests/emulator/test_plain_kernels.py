@@ -158,11 +158,12 @@ def test_gradients(dtype: torch.dtype) -> None:
             assert torch.equal(mine, other)
 
 
+@pytest.mark.parametrize("name", cases.SWIGLUS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_swiglu(dtype: torch.dtype) -> None:
-    for both, grad, weights, width, end in cases.inside(dtype, most=20):
-        got = swiglu.gradients(on_gpu(both), grad, weights, width, end)
-        cases.check_inside(got, swiglu.gradients(both, grad, weights, width, end), int(end))
+def test_swiglu(dtype: torch.dtype, name: str) -> None:
+    for both, grad, *about in cases.inside(dtype, most=20):
+        got = swiglu.gradients(on_gpu(both), grad, *about, cases.SWIGLUS[name])
+        cases.check_inside(got, swiglu.gradients(both, grad, *about, cases.SWIGLUS[name]), int(about[-1]))
 
 
 @pytest.mark.parametrize("name", quantize_rows.NAMES)

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 
-from moecomm.base.choices import Activation
 from moecomm.errors import BadInput
 from moecomm.fused import Fp8, grouped_gemm, interleave, quantize_weights
-from moecomm.fused.activations import ALPHA, LIMIT, GatedActivation, check_activation
+from moecomm.fused.activations import ALPHA, LIMIT, SWIGLU, GatedActivation, check_activation
 from moecomm.fused.biases import add_bias, group_of_rows
+from moecomm.testing.layers import activations
 
-NAMES: tuple[Activation, ...] = get_args(Activation)
+ACTIVATIONS = activations(1.5)
+every_activation = pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
 
 
 def sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x))
 
 
-def gpt_oss(gate: float, up: float) -> float:
-    gate, up = min(gate, 7.0), max(-7.0, min(up, 7.0))
-    return (up + 1) * gate * sigmoid(1.702 * gate)
+def within(x: float) -> float:
+    return max(-1.5, min(x, 1.5))
 
 
 FORMULAS: dict[str, Callable[[float, float], float]] = {
@@ -33,7 +33,9 @@ FORMULAS: dict[str, Callable[[float, float], float]] = {
     "geglu_tanh": lambda gate, up: (
         gate * (1 + math.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) / 2 * up
     ),
-    "swigluoai": gpt_oss,
+    "swiglu_limited": lambda gate, up: min(gate, 1.5) * sigmoid(min(gate, 1.5)) * within(up),
+    "swigluoai": lambda gate, up: (within(up) + 1) * min(gate, 1.5) * sigmoid(1.702 * min(gate, 1.5)),
+    "swiglustep": lambda gate, up: min(gate * sigmoid(gate), 1.5) * within(up),
 }
 
 
@@ -41,17 +43,16 @@ def drawn(*shape: int, scale: float = 1.0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))) * scale
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_values_are_those_of_the_formula(name: Activation) -> None:
+@every_activation
+def test_values_are_those_of_the_formula(activation: GatedActivation) -> None:
     gate, up = drawn(400, scale=6).double(), drawn(401, scale=6)[1:].double()
-    got = check_activation(name, None, None).apply(gate, up)
+    got = activation.apply(gate, up)
     for value, one, other in zip(got.tolist(), gate.tolist(), up.tolist(), strict=True):
-        assert value == pytest.approx(FORMULAS[name](one, other), rel=1e-12, abs=1e-12)
+        assert value == pytest.approx(FORMULAS[activation.kernel](one, other), rel=1e-12, abs=1e-12)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_derivatives_are_those_of_autograd(name: Activation) -> None:
-    activation = GatedActivation(name, 1.5)
+@every_activation
+def test_derivatives_are_those_of_autograd(activation: GatedActivation) -> None:
     gate, up = (drawn(n, scale=2).double().requires_grad_() for n in (300, 299))
     gate, up = gate[:299], up
     want = activation.apply(gate, up)
@@ -60,10 +61,11 @@ def test_derivatives_are_those_of_autograd(name: Activation) -> None:
         torch.testing.assert_close(got, wanted)
 
 
-def test_numbers_that_are_none_pass_the_limits() -> None:
+@every_activation
+def test_numbers_that_are_none_pass_the_limits(activation: GatedActivation) -> None:
     nan, one = torch.tensor([math.nan]), torch.ones(1)
     for gate, up in ((nan, one), (one, nan)):
-        assert bool(GatedActivation("swigluoai").apply(gate, up).isnan().all())
+        assert bool(activation.apply(gate, up).isnan().all())
 
 
 @pytest.mark.parametrize(
@@ -71,8 +73,10 @@ def test_numbers_that_are_none_pass_the_limits() -> None:
     [
         (("gelu", None, None), "activation"),
         ((None, None, None), "activation"),
-        (("swiglu", 7.0, None), "activation_limit"),
+        (("geglu", 7.0, None), "activation_limit"),
         (("geglu", None, 1.702), "activation_alpha"),
+        (("swiglustep", 7.0, 1.702), "activation_alpha"),
+        (("swiglu", 0.0, None), "activation_limit"),
         (("swigluoai", 0, None), "activation_limit"),
         (("swigluoai", math.inf, None), "activation_limit"),
         (("swigluoai", None, "1.702"), "activation_alpha"),
@@ -84,8 +88,16 @@ def test_what_does_not_fit_is_named(given: tuple[Any, Any, Any], argument: str) 
     assert caught.value.argument == argument
 
 
-def test_defaults_are_those_of_gpt_oss() -> None:
+def test_defaults_are_those_of_models() -> None:
+    assert check_activation("swiglu", None, None) == SWIGLU == ("swiglu", math.inf, 1.0)
     assert check_activation("swigluoai", None, None) == ("swigluoai", LIMIT, ALPHA) == ("swigluoai", 7.0, 1.702)
+    assert check_activation("swiglustep", None, None) == ("swiglustep", 7.0, 1.0)
+
+
+@every_activation
+def test_the_arguments_of_an_activation_ask_for_it(activation: GatedActivation) -> None:
+    about = dict.fromkeys(("activation", "activation_limit", "activation_alpha")) | activation.arguments()
+    assert check_activation(*about.values()) == activation
 
 
 def test_rows_find_their_group() -> None:
@@ -98,15 +110,16 @@ def test_rows_find_their_group() -> None:
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("name", [None, *NAMES])
-def test_a_bias_is_added_before_the_activation(name: Activation | None, interleaved: bool) -> None:
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS.values()])
+def test_a_bias_is_added_before_the_activation(activation: GatedActivation | None, interleaved: bool) -> None:
     x, w, bias = drawn(9, 24).bfloat16(), drawn(2, 32, 24).bfloat16(), drawn(2, 32).bfloat16()
-    counts, given = torch.tensor([4, 5], dtype=torch.int32), interleave(w) if name and interleaved else w
-    out = grouped_gemm(x, given, counts, activation=name, bias=bias, interleaved=interleaved)
+    counts, given = torch.tensor([4, 5], dtype=torch.int32), interleave(w) if activation and interleaved else w
+    about = {} if activation is None else activation.arguments()
+    out = grouped_gemm(x, given, counts, **about, bias=bias, interleaved=interleaved)
     for group, rows in enumerate((slice(0, 4), slice(4, 9))):
         want = x[rows].float() @ w[group].float().T + bias[group].float()
-        if name is not None:
-            want = GatedActivation(name).apply(*want.chunk(2, dim=1))
+        if activation is not None:
+            want = activation.apply(*want.chunk(2, dim=1))
         assert torch.equal(out[rows], want.bfloat16())
 
 
@@ -119,7 +132,7 @@ def test_a_bias_of_fp8_products_is_added_to_them_in_float32() -> None:
     out = grouped_gemm(rows, weights, counts, **how, bias=bias)
     left = rows.data.float() * rows.scales
     right = weights.data[0].float() * weights.scales[0, 0, 0]
-    want = GatedActivation("swigluoai", 1.0).apply(*(left @ right.T + bias[0]).chunk(2, dim=1))
+    want = check_activation("swigluoai", 1.0, None).apply(*(left @ right.T + bias[0]).chunk(2, dim=1))
     assert torch.equal(out, want.bfloat16())
 
 

@@ -7,18 +7,17 @@ import json
 import re
 from collections import defaultdict
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch
 
-from moecomm.base.choices import Activation
 from moecomm.fused import FP8_SCHEDULES, PACKED_SCHEDULES, SCHEDULES
 from moecomm.fused.compute import layer_kernel, row_tiles_per_turn
 from moecomm.fused.kernels import FP8, Epilogue
 from moecomm.fused.schedules import schedule_of_both
 from moecomm.gpu import loader
 from moecomm.router import MODELS
+from moecomm.testing.layers import activations
 
 from ..compiled import check_compiled, check_kernel, looked_at
 from ..few import few
@@ -66,7 +65,7 @@ KERNELS |= {
         dtype, apart, (SCHEDULES | FP8_SCHEDULES)[name], hidden, out, epilogue=epilogue
     )
     for (name, (dtype, apart, hidden, out)), epilogue in zip(
-        KINDS.items(), itertools.cycle(Epilogue(activation, True) for activation in get_args(Activation)), strict=False
+        KINDS.items(), itertools.cycle(Epilogue(kernel, True) for kernel in activations(7.0)), strict=False
     )
 }
 # The loops of FP8 with fewer registers.
@@ -75,6 +74,7 @@ KERNELS |= {
     for name, schedule in PACKED_SCHEDULES.items()
     for apart, hidden, out, counted, epilogue in (
         (True, 7168, BF16, 128, Epilogue("swigluoai", True)),
+        (True, 7168, BF16, 128, Epilogue("swiglu_limited")),
         (False, 2880, FP16, 32, Epilogue()),
     )
     if not schedule.dynamic

@@ -167,6 +167,7 @@ KERNELS |= {
         ("128x6c2", kernels.FP8, None, False, True),
         ("256x4c2u16", kernels.FP8, "swigluoai", True, True),
         ("256x4c1", torch.int8, "geglu", False, True),
+        ("256x4c2u16", torch.int8, "swiglustep", True, False),
     )
 }
 # With packed weights, which leave fewer registers.

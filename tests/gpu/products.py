@@ -21,6 +21,7 @@ class WidenedCase:
     activation: Activation | None = None
     interleaved: bool = True
     bias: bool = False
+    limit: float | None = None
 
     @property
     def outputs(self) -> int:
@@ -33,12 +34,15 @@ class WidenedCase:
     def how(self, g: torch.Generator) -> dict[str, Any]:
         """Arguments of grouped_gemm, with a bias that is drawn."""
         bias = torch.randn(len(self.counts), self.columns, generator=g, device="cuda") if self.bias else None
-        return {"activation": self.activation, "interleaved": self.interleaved, "bias": bias}
+        about = {"activation": self.activation, "activation_limit": self.limit}
+        return {**about, "interleaved": self.interleaved, "bias": bias}
 
 
 WIDENED = {
     "gpt-oss w13": WidenedCase((0, 1, 7, 64, 300), 2880, 5760, "swigluoai", False, True),
     "gpt-oss w2": WidenedCase((0, 1, 7, 64, 300), 2880, 2880, bias=True),
+    "DeepSeek-V4 w13": WidenedCase((0, 1, 7, 64, 300), 1024, 1024, "swiglu", False, limit=0.5),
+    "Step-3.7 w13": WidenedCase((0, 1, 7, 64, 300), 1024, 1024, "swiglustep", False, limit=0.5),
     "one scale a row": WidenedCase((3, 90, 0, 31), 32, 8),
     "three scales a row": WidenedCase((3, 300, 0, 31), 96, 392),
 }

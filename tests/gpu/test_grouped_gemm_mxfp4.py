@@ -47,6 +47,8 @@ def compiled() -> None:
     """All kernels into the cache, on all cores."""
     kinds = [
         (True, True, Epilogue("swigluoai", True)),
+        (True, True, Epilogue("swiglu_limited")),
+        (True, True, Epilogue("swiglustep")),
         (True, True, Epilogue()),
         (True, False, Epilogue()),
         (False, False, Epilogue("swiglu", True)),

@@ -50,6 +50,8 @@ def compiled() -> None:
     """All kernels into the cache, on all cores."""
     kinds = [
         (True, True, Epilogue("swigluoai", True), FP8),
+        (True, True, Epilogue("swiglu_limited"), FP8),
+        (True, True, Epilogue("swiglustep"), FP8),
         (True, True, Epilogue(), FP8),
         (True, False, Epilogue(), FP8),
         (False, False, Epilogue("swiglu", True), BF16),

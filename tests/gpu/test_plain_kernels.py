@@ -11,16 +11,20 @@ import torch
 from moecomm.base import formats
 from moecomm.base.protocol import DTYPES
 from moecomm.fused import quantize_weights
+from moecomm.fused.activations import FORMULAS
 from moecomm.gpu import budgets, expert_table, padding, quantize_rows, routing_map, used_rows
 from moecomm.ops import swiglu
 from moecomm.ops.combine_gradients import combine_gradients
 from moecomm.ops.tidy import About, tidied
+from moecomm.testing.layers import activations
 
 from ..weight_transfers import CASTS, carried, check_carrier
 
 # 16 bytes at a time, 4 and 1
 COLUMNS = [(torch.bfloat16, 64), (torch.float32, 3), (torch.float8_e4m3fn, 56), (torch.float8_e4m3fn, 5)]
 Told = dict[str, torch.Tensor]
+# Activations whose gradients have a kernel.
+SWIGLUS = {name: one for name, one in activations(0.5).items() if FORMULAS[one.name].of is torch.nn.functional.silu}
 
 
 def padded(dtype: torch.dtype, columns: int, most: int) -> Iterator[tuple[torch.Tensor, Told]]:
@@ -283,11 +287,12 @@ def test_gradients(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu1
+@pytest.mark.parametrize("name", SWIGLUS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_swiglu(dtype: torch.dtype) -> None:
+def test_swiglu(dtype: torch.dtype, name: str) -> None:
     for both, grad, weights, width, end in inside(dtype, most=3000):
-        got = swiglu.gradients(both.cuda(), grad.cuda(), weights.cuda(), width, end.cuda())
-        check_inside(got, swiglu.gradients(both, grad, weights, width, end), int(end))
+        got = swiglu.gradients(both.cuda(), grad.cuda(), weights.cuda(), width, end.cuda(), SWIGLUS[name])
+        check_inside(got, swiglu.gradients(both, grad, weights, width, end, SWIGLUS[name]), int(end))
 
 
 @pytest.mark.gpu1

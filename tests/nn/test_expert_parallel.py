@@ -14,16 +14,18 @@ import torch
 
 import moecomm
 from moecomm import formats
-from moecomm.fused.activations import GatedActivation
+from moecomm.fused.activations import GatedActivation, check_activation
 from moecomm.nn import ExpertParallel, gather_state, shard_state, shared_buffer
 from moecomm.nn.state import is_sharded
 from moecomm.router import Router, random_routing
+from moecomm.testing.layers import activations
 from tests.ops.plain import formula
 
 from ..backends.conftest import all_ranks
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOPK, MOST = 32, 16, 8, 3, 12
 TOKENS = (7, 0, 12, 5)
+ACTIVATIONS = {**activations(0.5), "swigluoai": check_activation("swigluoai", 0.5, 1.5)}
 SIZES: dict[str, Any] = {
     "hidden": HIDDEN,
     "intermediate": INTERMEDIATE,
@@ -88,11 +90,11 @@ def test_outputs_and_gradients_are_those_of_one_rank(ranks: int, routing: str) -
         assert not any(g[4].any() for g in got)
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_experts_with_biases_and_other_activations(ranks: int) -> None:
-    """gpt-oss' experts, in training and in inference, and their states."""
-    how: dict[str, Any] = {"bias": True, "activation": "swigluoai", "activation_limit": 0.5, "activation_alpha": 1.5}
-    activation = GatedActivation("swigluoai", 0.5, 1.5)
+def test_experts_with_biases_and_other_activations(ranks: int, activation: GatedActivation) -> None:
+    """In training and in inference, and their states."""
+    how: dict[str, Any] = {"bias": True, **activation.arguments()}
     xs, seen = ([draw(TOKENS[rank], HIDDEN, seed=s + rank) for rank in range(ranks)] for s in (0, 10))
     names = ("w13", "w2", "w13_bias", "w2_bias")
     biases = {"w13_bias": draw(EXPERTS, 2 * INTERMEDIATE), "w2_bias": draw(EXPERTS, HIDDEN)}

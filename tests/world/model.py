@@ -285,7 +285,7 @@ def sum_of(
     return Sum(want, bound)
 
 
-ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "swigluoai")
+ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "swigluoai", "swiglustep")
 
 
 def activated(kind: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -296,7 +296,10 @@ def activated(kind: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return gate * 0.5 * (1 + torch.erf(gate / math.sqrt(2))) * up
     if kind == "geglu_tanh":
         return gate * 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) * up
-    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    up = up.clamp(-7.0, 7.0)
+    if kind == "swiglustep":
+        return (gate * torch.sigmoid(gate)).clamp(max=7.0) * up
+    gate = gate.clamp(max=7.0)
     return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 
 
