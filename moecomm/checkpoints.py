@@ -1,6 +1,6 @@
-"""Four-bit weights of experts as checkpoints have them, made to arguments of Buffer.moe in one pass.
+"""Arguments of Buffer.moe from checkpoints: four-bit weights of experts, and activations.
 
-Each function takes tensors by name, such as safetensors.torch.load_file() returns them, and gives what
+A loader takes tensors by name, such as safetensors.torch.load_file() returns them, and gives what
 `buffer.moe(x, topk_idx, topk_weights, **given)` takes.  Every byte is copied once: rows into their order, experts below
 each other.
 """
@@ -14,15 +14,48 @@ from typing import Any
 import torch
 
 from moecomm.base.placement import NONE
-from moecomm.base.validation import check_dense, check_device, is_integer
+from moecomm.base.validation import check_dense, check_device, check_integer, is_integer
 from moecomm.errors import BadInput
 from moecomm.fused import Mxfp4, Nvfp4
+from moecomm.fused.activations import check_activation
 
-__all__ = ["deepseek_v4", "gpt_oss", "modelopt"]
+__all__ = ["activation", "deepseek_v4", "gpt_oss", "modelopt"]
 
 _BYTES = torch.uint8, torch.int8
 _EXPONENTS = torch.uint8, torch.float8_e8m0fnu
 _NUMBERS = torch.bfloat16, torch.float16, torch.float32
+_KEYS = "hidden_act", "hidden_activation", "model_type", "swiglu_limit", "swiglu_limits"
+_ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh"}
+
+
+def activation(config: Mapping[str, Any], layer: int | None = None) -> dict[str, Any]:
+    """Return the activation of a model's experts, with its limit: arguments of Buffer.moe and of nn.ExpertParallel.
+
+    A config with `swiglu_limit` limits gate and up before SiLU (DeepSeek-V4, GLM-5.3, HY-V4), one with `swiglu_limits`
+    behind it, in some layers (Step-3.7).  gpt-oss and MiniMax-M3 have "swigluoai".
+
+    Args:
+        config: config.json of the checkpoint, or its part about the language model.
+        layer: number of the layer among all layers of the model; only for a config with limits by layer.
+
+    Raises:
+        BadInput: no config of a model; an activation or a limit that no layer computes; no such layer.
+    """
+    text = config.get("text_config", config) if isinstance(config, Mapping) else None
+    if not isinstance(text, Mapping) or not any(key in text for key in _KEYS):
+        raise BadInput("config", f"{type(config).__name__} without {_KEYS[0]}", "config.json of a checkpoint")
+    if layer is not None:
+        check_integer("layer", layer, 0)
+    found = next((text[key] for key in _KEYS[:2] if text.get(key) is not None), "silu")
+    name, limit, alpha = _ACTIVATIONS.get(str(found), found), text.get("swiglu_limit"), text.get("swiglu_alpha")
+    if text.get("model_type") == "gpt_oss" or alpha is not None:
+        name = "swigluoai"
+    if limits := text.get("swiglu_limits"):
+        if layer is None or layer >= len(limits):
+            raise BadInput("layer", repr(layer), f"0 to {len(limits) - 1}: this model has limits by layer")
+        limit = limits[layer]
+        name = "swiglustep" if limit and name == "swiglu" else name
+    return check_activation(name, limit or None, alpha).arguments()
 
 
 def gpt_oss(
@@ -31,6 +64,7 @@ def gpt_oss(
     *,
     prefix: str = "",
     device: torch.device | str | None = None,
+    config: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return MXFP4 weights, biases and the activation of a layer of gpt-oss.
 
@@ -44,18 +78,19 @@ def gpt_oss(
         experts: of this rank, -1 for an empty slot, whose weights are 0.  None: all.
         prefix: of names.
         device: of the result.  None: that of the checkpoint's tensors.
+        config: see activation().  None: that of the released models, with a limit of 7.0.
 
     Raises:
-        BadInput: no such tensor, or one of another type; an expert that is not there.
+        BadInput: no such tensor, or one of another type; an expert that is not there; as activation().
     """
     _check(tensors, experts, prefix, device)
-    found: dict[str, Any] = {}
+    found = activation({"model_type": "gpt_oss"} if config is None else config)
     for w, name in (("w13", "gate_up_proj"), ("w2", "down_proj")):
         stacked = partial(_stacked, tensors, experts, device, rows_in_turn=w == "w13")
         blocks = stacked(f"{prefix}{name}_blocks", (torch.uint8,), 4)
         found[w] = Mxfp4(blocks.flatten(2), stacked(f"{prefix}{name}_scales", _EXPONENTS, 3))
         found[f"{w}_bias"] = stacked(f"{prefix}{name}_bias", _NUMBERS, 2)
-    return {**found, "activation": "swigluoai"}
+    return found
 
 
 def deepseek_v4(
@@ -64,8 +99,9 @@ def deepseek_v4(
     *,
     prefix: str = "",
     device: torch.device | str | None = None,
+    config: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return MXFP4 weights of a layer of DeepSeek-V4.
+    """Return MXFP4 weights and the activation of a layer of DeepSeek-V4.
 
     The checkpoint has tensors for each expert: `w1` is gate, `w3` up, `w2` down.
 
@@ -76,12 +112,13 @@ def deepseek_v4(
             `{expert}.{part}.scale` float8_e8m0fnu `[N, K / 32]`, by these names behind `prefix`.
         experts: of this rank, -1 for an empty slot, whose weights are 0.  None: 0 to the last one in a row.
         prefix, device: see gpt_oss().
+        config: see activation().  None: that of the released models, with a limit of 10.0.
 
     Raises:
         BadInput: as gpt_oss().
     """
     _check(tensors, experts, prefix, device)
-    found = {}
+    found = activation({"swiglu_limit": 10.0} if config is None else config)
     for w, parts in (("w13", ("w1", "w3")), ("w2", ("w2",))):
         some = _Experts(tensors, prefix, experts, parts, device)
         scales = some.rows("scale", _EXPONENTS)
@@ -95,8 +132,10 @@ def modelopt(
     *,
     prefix: str = "",
     device: torch.device | str | None = None,
+    config: Mapping[str, Any] | None = None,
+    layer: int | None = None,
 ) -> dict[str, Any]:
-    """Return NVFP4 weights of a layer as ModelOpt writes it.
+    """Return NVFP4 weights and the activation of a layer as ModelOpt writes it.
 
     The checkpoint has tensors for each expert: `gate_proj`, `up_proj` and `down_proj`.  Gate and up have factors of
     their own, so `w13` gets one for each row.
@@ -108,12 +147,13 @@ def modelopt(
             and `{expert}.{part}.weight_scale_2` float32 of one element, by these names behind `prefix`.
         experts: see deepseek_v4().
         prefix, device: see gpt_oss().
+        config, layer: see activation().  None: "swiglu" without a limit, which not all models have.
 
     Raises:
         BadInput: as gpt_oss().
     """
     _check(tensors, experts, prefix, device)
-    found = {}
+    found = activation({"hidden_act": "silu"} if config is None else config, layer)
     for w, parts in (("w13", ("gate_proj", "up_proj")), ("w2", ("down_proj",))):
         some = _Experts(tensors, prefix, experts, parts, device)
         data, scales = some.rows("weight", _BYTES), some.rows("weight_scale", (torch.float8_e4m3fn,))

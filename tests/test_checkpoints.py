@@ -88,6 +88,13 @@ def swigluoai(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return (up.clamp(-7.0, 7.0) + 1) * low * torch.sigmoid(1.702 * low)
 
 
+ACTIVATED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "gpt-oss": swigluoai,
+    "DeepSeek-V4": lambda gate, up: silu(gate.clamp(max=10.0)) * up.clamp(-10.0, 10.0),
+    "ModelOpt": lambda gate, up: silu(gate) * up,
+}
+
+
 LOADERS: dict[str, tuple[Callable[..., dict[str, Any]], Callable[[], Any]]] = {
     "gpt-oss": (checkpoints.gpt_oss, of_gpt_oss),
     "DeepSeek-V4": (checkpoints.deepseek_v4, of_deepseek),
@@ -105,14 +112,14 @@ def test_a_layer_has_the_sums_of_its_checkpoint(name: str, placed: bool) -> None
     with LocalBuffers(RANKS, **sizes, backend="host", timeout_s=20, **about) as ranks:
         calls, wants = [], []
         for buffer in ranks.buffers:
-            x = torch.randn(TOKENS, HIDDEN, generator=made.g).bfloat16()
+            x = 4 * torch.randn(TOKENS, HIDDEN, generator=made.g).bfloat16()  # some are beyond the limits
             ids = torch.rand(TOKENS, EXPERTS, generator=made.g).argsort(dim=1)[:, :TOPK].contiguous()
             weights = torch.rand(TOKENS, TOPK, generator=made.g)
             given = load(made.tensors, buffer.local_experts, prefix="x.")
             calls.append({"x": x, "topk_idx": ids, "topk_weights": weights, **given})
             left, right = (torch.einsum("th,eih->tei", x.double(), one) for one in (gate, up))
             left, right = left + made.biases[0], right + made.biases[1]
-            inner = swigluoai(left, right) if name == "gpt-oss" else silu(left) * right
+            inner = ACTIVATED[name](left, right)
             y = torch.einsum("tei,ehi->teh", inner, down) + made.biases[2]
             chosen = y.gather(1, ids.unsqueeze(2).expand(-1, -1, HIDDEN))
             wants.append((chosen * weights.double().unsqueeze(2)).sum(1))
@@ -141,7 +148,7 @@ def test_all_experts_are_those_of_any_ranks(name: str) -> None:
     some = load(made.tensors, (4, -1, 1), prefix="x.", device="cpu")
     assert whole.keys() == some.keys()
     for argument, all_experts in whole.items():
-        if argument == "activation":
+        if argument.startswith("activation"):
             continue
         packed = isinstance(all_experts, tuple)
         for one, few in zip(all_experts, some[argument], strict=True) if packed else [(all_experts, some[argument])]:
@@ -184,3 +191,56 @@ def test_experts_of_other_shapes_are_named() -> None:
     blocks = of_gpt_oss()[0].tensors
     with pytest.raises(BadInput, match="an even number of rows"):
         checkpoints.gpt_oss({**blocks, "x.gate_up_proj_bias": torch.ones(EXPERTS, 3)}, prefix="x.")
+
+
+CONFIGS: dict[str, tuple[dict[str, Any], int | None, tuple[Any, ...]]] = {
+    "plain": ({"hidden_act": "silu"}, None, ("swiglu",)),
+    "no activation, no limit": ({"swiglu_limit": 0.0}, None, ("swiglu",)),
+    "Gemma 4": ({"hidden_activation": "gelu_pytorch_tanh"}, None, ("geglu_tanh",)),
+    "DeepSeek-V4": ({"hidden_act": "silu", "swiglu_limit": 10.0}, 3, ("swiglu", 10.0)),
+    "GLM-5.3": ({"text_config": {"hidden_act": "silu", "swiglu_limit": 10.0}}, None, ("swiglu", 10.0)),
+    "Step-3.7, a layer without": ({"swiglu_limits": [0.0, None, 7]}, 1, ("swiglu",)),
+    "Step-3.7": ({"swiglu_limits": [0.0, None, 7]}, 2, ("swiglustep", 7.0)),
+    "gpt-oss": (
+        {"model_type": "gpt_oss", "hidden_act": "silu", "swiglu_limit": 6.0},
+        None,
+        ("swigluoai", 6.0, 1.702),
+    ),
+    "MiniMax-M3": (
+        {"hidden_act": "swigluoai", "swiglu_limit": 7.0, "swiglu_alpha": 1.5},
+        None,
+        ("swigluoai", 7.0, 1.5),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_an_activation_is_that_of_the_config(name: str) -> None:
+    config, layer, want = CONFIGS[name]
+    found = checkpoints.activation(config, layer)
+    assert tuple(found.values()) == want
+    assert list(found) == ["activation", "activation_limit", "activation_alpha"][: len(want)]
+    given = checkpoints.modelopt(of_modelopt()[0].tensors, prefix="x.", config=config, layer=layer)
+    assert found.items() <= given.items()
+    for load, make in (LOADERS["gpt-oss"], LOADERS["DeepSeek-V4"]):
+        if layer is None:
+            assert found.items() <= load(make()[0].tensors, prefix="x.", config=config).items()
+
+
+@pytest.mark.parametrize(
+    ("config", "layer", "argument"),
+    [
+        ({"hidden_act": "relu2"}, None, "activation"),
+        ({"hidden_act": "gelu", "swiglu_limit": 7.0}, None, "activation_limit"),
+        ({"swiglu_limits": [0.0, 7.0]}, None, "layer"),
+        ({"swiglu_limits": [0.0, 7.0]}, 2, "layer"),
+        ("config.json", None, "config"),
+        ({"vocab_size": 129280}, None, "config"),
+        ({"text_config": "silu"}, None, "config"),
+        ({"hidden_act": "silu"}, -1, "layer"),
+    ],
+)
+def test_configs_that_no_layer_computes(config: Any, layer: int | None, argument: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        checkpoints.activation(config, layer)
+    assert caught.value.argument == argument

@@ -227,7 +227,7 @@ TABLE = (
         ("'x'", "''", "'2'"),
         ("routing.RoutingRecorder(model)", "routing.RoutingRecorder.add(layer)"),
     ),
-    Row("the first layer", ("0",), ("balance.Plan.placement(layer)",)),
+    Row("the first layer", ("0",), ("balance.Plan.placement(layer)", "checkpoints.activation(layer)")),
     Row("weights that are not packed", ("0",), ("fused.Schedule(packed_stages)",)),
     Row("a layer without a number", ("0",), ("ops.dispatch(layer)", "ops.moe(layer)")),
     Row("a path", ("'x'", "'2'"), ("path",)),
@@ -297,7 +297,8 @@ TABLE = (
         ("2**31",),
         tuple(f"deep_ep.EPBuffer.{call}(num_sms)" for call in ("lb_prefetch_weights", "lb_reduce_grads")),
     ),
-    Row("the first one, or none", ("0", "None"), ("context_idx",)),
+    Row("the first one, or none", ("0", "None"), ("context_idx", "checkpoints.modelopt(layer)")),
+    Row("a layer, where none has a limit of its own", ("2**31",), ("checkpoints.modelopt(layer)",)),
     Row("any dtype", ("torch.int64", "torch.float64"), ("deep_ep.BufferAllocator.allocate(dtype)",)),
     Row(
         "where they are: a dimension of 1 has any stride", ("rows that are one", "a parameter", "by column"), _REDUNDANT

@@ -572,12 +572,14 @@ def _loaders() -> dict[str, list[Call]]:
         "deepseek_v4": drawn(*(f"{expert}.{part}" for expert in range(3) for part in ("w1", "w2", "w3")), **four),
         "modelopt": drawn(*(f"{expert}.{part}" for expert in range(3) for part in parts), **nv),
     }
-    return {
+    found = {
         f"checkpoints.{name}": [
             Call(getattr(checkpoints, name), {"tensors": tensors, "experts": [1, 0], "prefix": "", "device": "cpu"})
         ]
         for name, tensors in checkpoint.items()
     }
+    config = {"swiglu_limits": [0.0, 7.0]}
+    return {**found, "checkpoints.activation": [Call(checkpoints.activation, {"config": config, "layer": 1})]}
 
 
 def of_compat() -> dict[str, list[Call]]:

@@ -1,4 +1,4 @@
-"""A small model of Hugging Face transformers with its experts distributed over CPU ranks, against the same on one."""
+"""Hugging Face transformers: a small model whose experts are distributed over CPU ranks, and experts of its models."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+
+import moecomm
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None,
@@ -49,7 +51,7 @@ def both(folder: Path, ranks: int, **settings: Any) -> tuple[Any, Any]:
 
 def off(found: torch.Tensor, want: torch.Tensor) -> float:
     found = getattr(found, "full_tensor", lambda: found)()
-    return float((found - want).abs().max() / want.abs().max())
+    return float((found.detach() - want.detach()).abs().max() / want.detach().abs().max())
 
 
 def prompts() -> torch.Tensor:
@@ -131,3 +133,61 @@ def test_prompts_grow_models_are_loaded_again_and_experts_starve(ranks: Any, tmp
         assert max(errors) < 1e-5, errors
         had_tokens.append(had)
     assert sorted(had_tokens) == [False, True]
+
+
+# Of experts that limit what they activate: the module of the model, its config and experts, and the number of a layer.
+LIMITED: dict[str, tuple[str, str, str, int | None]] = {
+    "DeepSeek-V4": ("deepseek_v4", "DeepseekV4Config", "DeepseekV4Experts", None),
+    "GLM-5.3": ("glm5_next", "Glm5NextTextConfig", "Glm5NextTextExperts", None),
+    "gpt-oss": ("gpt_oss", "GptOssConfig", "GptOssExperts", None),
+    "HY-V4": ("hy_v4", "HYV4Config", "HYV4Experts", None),
+    "MiniMax-M3": ("minimax_m3_vl", "MiniMaxM3VLTextConfig", "MiniMaxM3VLExperts", None),
+    "Step-3.7": ("step3p7", "Step3p7TextConfig", "Step3p7SparseMoeBlock", 44),
+    "Step-3.7, a layer without": ("step3p7", "Step3p7TextConfig", "Step3p7SparseMoeBlock", 3),
+}
+HIDDEN, INNER, EXPERTS, TOPK, TOKENS = 64, 32, 4, 2, 33
+
+
+def experts_of(name: str) -> tuple[Any, dict[str, Any]]:
+    """Return the model's own experts, with drawn weights, and the arguments of a layer with these."""
+    folder, config_class, module_class, number = LIMITED[name]
+    module = pytest.importorskip(f"transformers.models.{folder}.modeling_{folder}")
+    sizes = {"hidden_size": HIDDEN, "moe_intermediate_size": INNER, "num_local_experts": EXPERTS}
+    by_layer = {"n_routed_experts": EXPERTS, "swiglu_limits": [0.0] * 43 + [7.0, 7.0]}
+    more = {"gpt_oss": {"intermediate_size": INNER}, "step3p7": by_layer}
+    config = getattr(module, config_class)(**sizes, **more.get(folder, {}), experts_implementation="eager")
+    made = getattr(module, module_class)(config, *([] if number is None else [number]))
+    theirs = getattr(made, "experts", made)
+    g = torch.Generator().manual_seed(0)
+    for parameter in theirs.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=g) * (0.9 if parameter.dim() == 3 else 1)
+    w13, w2 = theirs.gate_up_proj, theirs.down_proj
+    given = {"w13": w13, "w2": w2}
+    if folder == "gpt_oss":  # gate and up columns in turn
+        w13, b13 = w13.transpose(1, 2), theirs.gate_up_proj_bias
+        given = {"w13": torch.cat((w13[:, 0::2], w13[:, 1::2]), 1), "w2": w2.transpose(1, 2).contiguous()}
+        given |= {"w13_bias": torch.cat((b13[:, 0::2], b13[:, 1::2]), 1), "w2_bias": theirs.down_proj_bias}
+    return theirs, {**given, **moecomm.checkpoints.activation(config.to_dict(), number)}
+
+
+@pytest.mark.parametrize("name", LIMITED)
+def test_a_layer_has_the_values_and_gradients_of_the_models_experts(name: str) -> None:
+    """A tenth of what they activate, or more, is beyond the limits."""
+    theirs, given = experts_of(name)
+    g = torch.Generator().manual_seed(1)
+    x, seen = (torch.randn(TOKENS, HIDDEN, generator=g) for _ in range(2))
+    weights = torch.rand(TOKENS, TOPK, generator=g)
+    ids = torch.rand(TOKENS, EXPERTS, generator=g).topk(TOPK).indices
+    leaves = [x.requires_grad_(), weights.requires_grad_(), *theirs.parameters()]
+    want = theirs(x, ids, weights)
+    wanted = torch.autograd.grad(want, leaves, seen)
+    both = torch.einsum("th,eih->tei", x, given["w13"])
+    assert float((both.abs() > given.get("activation_limit", 0)).float().mean()) > 0.1
+    sizes: dict[str, Any] = {"hidden": HIDDEN, "num_experts": EXPERTS, "topk": TOPK, "max_tokens": TOKENS}
+    with moecomm.Buffer("self", **sizes, dtype=torch.float32, device="cpu") as buffer:
+        out = moecomm.ops.moe(buffer, x, ids, weights, **given)
+        assert off(out, want) < 1e-5
+        for got, other in zip(torch.autograd.grad(out, leaves, seen), wanted, strict=True):
+            assert off(got, other) < 1e-5
+        with torch.no_grad():
+            assert torch.equal(buffer.moe(x, ids, weights, **given), out)
