@@ -322,12 +322,13 @@ def test_each_option_says_whether_ranks_compare_it() -> None:
 def tables() -> dict[str, dict[str, str]]:
     """Return how ranks compare each argument, by call, as the page for maintainers says it."""
     found: dict[str, dict[str, str]] = {}
-    for section in PAGE.read_text().split("\n## `")[1:]:
-        call, _, text = section.partition("`\n")
-        rows = re.findall(r"^\| (`.*?) \| ([a-z ]+) \|", text, re.MULTILINE)
-        said = [(name, way) for names, way in rows for name in re.findall(r"`(\w+)`", names)]
-        assert len(said) == len(dict(said)), f"{call} has an argument twice"
-        found[call] = dict(said)
+    table: dict[str, str] = {}
+    rows = re.findall(r"^\| (?:`(moecomm\.[\w.]+)` )?\| (`.*?) \| ([a-z ]+) \|", PAGE.read_text(), re.MULTILINE)
+    for call, names, way in rows:
+        table = found.setdefault(call, {}) if call else table
+        said = dict.fromkeys(re.findall(r"`(\w+)`", names), way)
+        assert not said.keys() & table.keys(), f"{call} has an argument twice"
+        table |= said
     return found
 
 

@@ -70,12 +70,10 @@ def test_shares_of_the_line_rate_of_an_emulated_nic() -> None:
     assert measured.startswith(f"Dispatch {ranges['dispatch']}, combine {ranges['combine']} ")
     of_h200 = [share for (gpus, cells, _) in found if "H200" in gpus for share in re.findall(r"[\d.]+", cells)[2:]]
     assert f"on H200s a combine reaches {max(of_h200)} at most" in measured
-    everything = shares["dispatch"] + shares["combine"]
-    assert f"rounds reach {min(everything)} to {max(everything)} of the line rate" in DECISIONS
 
 
 def test_nvshmem_takes_longer_than_lsa_by_as_much_as_the_results_say() -> None:
-    """Ratios of one GPU a domain stand in full; of two, the three that miss the aim, and the range of the others."""
+    """Of one GPU a domain, the longest; of two, the three that miss the aim, and the range of the others."""
     sentence = aim("NVSHMEM within 1.3 times")[0]
     rounds: list[dict[str, Any]] = [
         {"what": "dispatch", "payload": "bf16"},
@@ -94,9 +92,8 @@ def test_nvshmem_takes_longer_than_lsa_by_as_much_as_the_results_say() -> None:
         few, many = ([n / lsa for n, lsa in zip(*pair, strict=True)] for pair in (times[:2], times[2:]))
         return [ratio for both in zip(few, many, strict=True) for ratio in both]
 
-    of_two, of_one = sentence.split("Two domains of one H200, 32 blocks")
-    found = [float(number) for number in re.findall(r"\b\d\.\d\d\b", of_one)]
-    assert found == [round(ratio, 2) for ratio in ratios("domains-nvshmem-h200-2")]
+    of_two, of_one = sentence.split("Two domains of one H200, 32 blocks: up to ")
+    assert of_one.startswith(f"{max(ratios('domains-nvshmem-h200-2')):.2f} ")
     bf16_few, bf16, fp8_few, fp8, inside_few, inside, outside_few, outside = ratios("backends-domains-h100-4")
     others = (bf16_few, bf16, fp8_few, inside_few, inside)
     want = [outside_few, outside, fp8, min(others), max(others)]
@@ -108,13 +105,11 @@ def test_rounds_of_128_tokens_over_two_domains_take_as_long_as_the_result_says()
     sentence = aim("Two domains of two H200s, 128 tokens")[0]
     order = [ROUNDS[index] for index in (0, 2, 3, 1, 4)]  # all of `flat` first
     want = []
-    for blocks in (0, 32):
-        for named in order:
-            payload = {"payload": "bf16"} if named["what"] == "dispatch" else {}
-            row = row_of("domains-h200-4", tokens=128, sms_asked=blocks, **named, **payload)
-            want.append(f"{row['us']['p50']:.0f}")
-    by_default, by_32 = sentence.partition(" (")[0].split(" With 32 blocks: ")
-    assert re.findall(r"\d+(?= us|, \d| and \d)", by_default) + re.findall(r"\d+", by_32) == want
+    for named in order:
+        payload = {"payload": "bf16"} if named["what"] == "dispatch" else {}
+        row = row_of("domains-h200-4", tokens=128, sms_asked=0, **named, **payload)
+        want.append(f"{row['us']['p50']:.0f}")
+    assert re.findall(r"\d+(?= us)", sentence.partition(" (")[0]) == want
 
 
 def test_errors_of_predictions_are_those_of_the_check() -> None:
@@ -142,18 +137,10 @@ def test_errors_of_predictions_are_those_of_the_check() -> None:
 def test_rows_that_do_not_count_are_as_many_as_the_check_says() -> None:
     sentence = aim("Predictions within 25 % of all measured rows")[0]
     measured = content("simulate-check")["measured"]
-    errors: dict[str, list[float]] = {}
-    for row in measured:
-        if "excluded" in row:
-            errors.setdefault(row["excluded"], []).append(row["error"])
-    gone = sum(len(errors[reason]) for reason in GONE)
-    want = [str(sum(map(len, errors.values()))), str(len(measured)), str(gone)]
-    for reason in (RINGS, THREADS, PROXY, SINGLE, HOST, FORMAT, SWEPT):
-        some = errors[reason]
-        sizes = (statistics.median(some), max(some, key=abs))
-        want += [str(len(some)), *(f"{100 * size:.0f}" for size in sizes)]
-    assert re.findall(r"-?\d+", sentence) == want
-    assert set(errors) == {*GONE, RINGS, THREADS, PROXY, SINGLE, HOST, FORMAT, SWEPT}
+    reasons = [row["excluded"] for row in measured if "excluded" in row]
+    gone = sum(reason in GONE for reason in reasons)
+    assert re.findall(r"\d+", sentence) == [f"{len(reasons)}", f"{len(measured)}", f"{gone}"]
+    assert set(reasons) == {*GONE, RINGS, THREADS, PROXY, SINGLE, HOST, FORMAT, SWEPT}
 
 
 def test_results_with_clocks_are_as_many_as_there_are() -> None:
@@ -169,8 +156,6 @@ def test_ranks_that_share_gpus_shrink_as_slowly_as_the_results_say() -> None:
     p99 = {name: [round(row["shrink_ms"]["p99"]) for row in content(name)["rows"]] for name in named}
     every = [ms for of_result in p99.values() for ms in of_result]
     assert f"{min(every)} to {max(every)} ms" in measured
-    # Two plans on one GPU: all of the one result, and the first row of the other.
-    assert {*p99["kill-plans-counted-h100"], p99["kill-plans-gpus-h100"][0]} == {317} and "317 ms" in measured
     (alone,) = {round(row["shrink_ms"]["p99"]) for row in content("kill-plans-h100-4")["rows"]}
     assert f"{alone} ms" in reason
 
@@ -181,13 +166,12 @@ def test_agreement_beyond_16_ranks_takes_as_long_as_the_result_says() -> None:
     named = {"tokens": 1, "layout": "flat", "blocks": 2, "what": "dispatch"}
     times = {row["ranks"]: f"{row['us']:.0f}" for row in rows if named.items() <= row.items()}
     assert f"{times[32]} us at 32 ranks and {times[64]} at 64" in sentence
-    assert f"{times[32]} us at 32 ranks and {times[64]} at 64" in DECISIONS.split("## Few tokens")[1].split("\n## ")[0]
 
 
 def test_counters_take_as_long_as_the_result_says() -> None:
     sentence = aim("Counters whose cost cannot be measured")[0].partition(" one token")[2]
     want = []
-    for row in content("counters-h100-4")["rows"]:
+    for row in [row for row in content("counters-h100-4")["rows"] if row["tokens"] == 1]:
         p50 = {which: row[which]["p50"] for which in ("on", "off", "again")}
         want += [f"{abs(p50['on'] - p50['off']):.2f}", f"{abs(p50['again'] - p50['on']):.2f}"]
     assert re.findall(r"\d\.\d\d(?= us)", sentence) == want
@@ -270,15 +254,6 @@ def test_pairs_are_as_far_from_another_library_as_the_result_says() -> None:
     assert re.findall(r"\d\.\d\d", measured) == [graph, alone, *(f"{one.ratio:.2f}" for one in many)]
     longer = [one.best["moecomm"].us - one.best["FlashInfer"].us for one in few]
     assert re.findall(r"\d\.\d", reason) == [f"{us:.1f}" for us in longer]
-    of_two = beside_others("peers-h200-2")
-    pairs = [
-        of_two[tokens, "flat", "pair", payload, "y in the window"]
-        for tokens in (128, 4096)
-        for payload in ("bf16", "fp8")
-    ]
-    measured, reason = aim("The same beside FlashInfer on 2 H200s")
-    assert re.findall(r"\d\.\d\d", measured) == [f"{one.ratio:.2f}" for one in pairs]
-    assert content("peers-h200-2")["date"] in reason
 
 
 def test_lines_and_shares_of_layouts_that_are_not_built_follow_from_what_there_is() -> None:
@@ -302,7 +277,7 @@ def test_lines_and_shares_of_layouts_that_are_not_built_follow_from_what_there_i
     pairs = {
         key[0]: one.best["moecomm"].us for key, one in beside_others().items() if key[1:4] == ("flat", "pair", "fp8")
     }
-    shares = 100 * 0.8 / pairs[128], 100 * 8 / pairs[4096], 100 * 12 / pairs[4096]
+    shares = 100 * 0.8 / pairs[128], 100 * 8 / pairs[4096], 100 * 12 / pairs[4096]  # estimates: 0.8 and 8 to 12 us
     assert f"of {pairs[4096]:.0f} us" in ranked
     assert "of {:.0f} % and of {:.1f} to {:.1f} % of the time in FP8".format(*shares) in ranked
     even = float(spread(DrawnGate(256, 8), 1, 64).ranks[0])
@@ -382,37 +357,29 @@ def span(some: Iterable[float]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-@pytest.mark.parametrize("name", [f"gemm-peers-{of}h200" for of in ("", "kimi-k2-", "qwen3-235b-", "glm-", "v4-pro-")])
-def test_grouped_gemms_beside_deep_gemm_are_those_of_the_result(name: str) -> None:
-    """The faster form of deep_gemm over ours, by rows an expert."""
-    ratios: dict[str, dict[int, list[float]]] = {"fp8": {}, "bf16": {}}
-    for row in content(name)["rows"]:
+def test_grouped_gemms_beside_deep_gemm_are_those_of_the_results() -> None:
+    """The faster form of deep_gemm over ours, by rows an expert; of all models."""
+    few, many, bf16 = list[float](), list[float](), list[float]()
+    names = [path.stem for path in RESULTS.glob("gemm-peers-*.json")]
+    for row in (row for name in names for row in content(name)["rows"]):
         theirs = min(time for name, time in row["us"].items() if name.startswith("deep_gemm"))
         each = row["rows"] // row["experts"]
-        ratios[row["dtype"]].setdefault(each, []).append(theirs / row["us"][row["chosen"]])
+        if row["dtype"] == "bf16" or each >= 62:
+            (bf16 if row["dtype"] == "bf16" else many if each > 128 else few).append(theirs / row["us"][row["chosen"]])
     measured, _ = aim("FP8 grouped GEMMs with scales of blocks")
-    of_this = measured.split(f"`{name}.json`")[1].split("`")[0]
-    for each, some in ratios["fp8"].items():
-        assert f"{span(some)} with {each}" in of_this
-    assert f"in bfloat16 {span([one for some in ratios['bf16'].values() for one in some])}" in of_this
+    assert len(names) == 5 and "five models" in measured
+    assert re.findall(r"\d\.\d\d", measured) == [f"{of(some):.2f}" for some in (few, many, bf16) for of in (min, max)]
 
 
 @pytest.mark.parametrize("name", ["layers-peers-h200-1", "layers-peers-v4-pro-h200-1"])
 def test_layers_beside_deep_gemm_are_those_of_the_result(name: str) -> None:
     layers: dict[int, dict[str, float]] = {}
-    gemms: dict[int, float] = {}
     for row in content(name)["rows"]:
         if row["what"] == "layer":
             layers.setdefault(row["tokens"], {})[f"{row['who']} {row['variant']}"] = row["us"]["p50"]
-        elif row["what"] == "GEMMs" and (row["who"], row["variant"]) == ("moecomm", ""):
-            gemms[row["tokens"]] = row["us"]["p50"]
-    measured, _ = aim("FP8 layers at 1.4 times the pace")
-    of_this = measured.split(f"`{name}.json`")[1].split("`")[0]
-    for tokens, of in layers.items():
-        faster = of["deep_gemm fp8, one launch"] / of["moecomm fp8, default"]
-        assert f"{faster:.2f} for {tokens}" in of_this
-    over = [layers[tokens]["moecomm default"] / time for tokens, time in gemms.items()]
-    assert f"{min(over):.2f} to {max(over):.2f} of its two GEMMs alone" in of_this
+    measured, _ = aim("FP8 layers at 1.05 times the pace")
+    faster = [of["deep_gemm fp8, one launch"] / of["moecomm fp8, default"] for of in layers.values()]
+    assert f"{min(faster):.2f} to {max(faster):.2f} (`{name}.json`" in measured
 
 
 def test_transfers_take_as_long_as_the_results_say() -> None:
@@ -427,7 +394,7 @@ def test_transfers_take_as_long_as_the_results_say() -> None:
 
 
 def test_packed_mxfp4_weights_are_as_fast_as_the_result_says() -> None:
-    """Over FP8 and over bf16, by rows an expert: words for users, and the table of decisions."""
+    """Over FP8 and over bf16, by rows an expert."""
     us: dict[tuple[Any, ...], dict[str, float]] = {}
     for row in content("gemm-packed-mxfp4-h200")["rows"]:
         key = row["model"], row["gemm"], row["activation"], row["tokens"] * row["topk"] // row["experts"]
@@ -444,13 +411,9 @@ def test_packed_mxfp4_weights_are_as_fast_as_the_result_says() -> None:
         *(of(ratios) for ratios in few for of in (min, max)),
         *(of(over["fp8"][n]) for n in (64, 128) for of in (min, max)),
     ]
-    rows = [4, 32, 128, 512, 1024]  # an expert
-    of_fp8, of_bf16 = packed_over("mixtral-8x7b", "fp8, "), packed_over("mixtral-8x7b", "")[2:]
-    want += [*of_fp8, min(of_bf16), max(of_bf16)]
-    assert [tokens // 4 for tokens in content("moe-mixtral-8x7b-h200-1")["case"]["tokens"]] == rows
     assert re.findall(r"\d\.\d\d", measured) == [f"{one:.2f}" for one in want]
     measured, _ = aim("Layers of gpt-oss-120b with MXFP4")
-    shares = [*packed_over("gpt-oss-120b", ""), *packed_over("gpt-oss-120b", "fp8, ")]
+    shares = [of(packed_over("gpt-oss-120b", other)) for other in ("", "fp8, ") for of in (min, max)]
     assert re.findall(r"\d\.\d\d", measured.partition("Packed")[2]) == [f"{share:.2f}" for share in shares]
 
 
@@ -474,8 +437,8 @@ def packed_over(model: str, other: str) -> list[float]:
         ("moe-gpt-oss-120b-h200-1", [0.5]),
         ("moe-qwen3-30b-a3b-h200-1", [0.3]),
         ("moe-mixtral-8x7b-h200-1", [6.5, 3.3]),
-        ("layers-peers-h200-1", [0.8]),
-        ("layers-peers-v4-pro-h200-1", [2.8, 0.1]),
+        ("layers-peers-h200-1", [0.9]),
+        ("layers-peers-v4-pro-h200-1", [3.1, 0.6]),
     ],
 )
 def test_defaults_are_as_much_slower_as_the_page_says(name: str, at_most: list[float]) -> None:
@@ -517,20 +480,15 @@ def test_combines_of_128_tokens_take_as_long_as_the_result_says() -> None:
 
 
 def test_operators_are_as_far_behind_as_the_results_say() -> None:
-    """The longest time of the default form over that of NCCL and of torch, on two H200s."""
+    """The time of the default form over that of NCCL and of torch, on two H200s."""
     measured = aim("Overlapped operators never slower")[0]
-    (said,) = re.findall(r"The longest by operator, over NCCL and over torch: (.*?) \(`overlap-\*-h200-2", measured)
-    ratios: dict[str, dict[str, list[float]]] = {}
+    ratios: dict[str, list[float]] = {"nccl": [], "torch": []}
     for ranks, sizes, times in test_table.measured(RESULTS.glob("overlap-*-h200-2.json")):
         chosen = times["moecomm unfused"] if test_table.is_slower(ranks, sizes) else times["moecomm"]
-        for who in {"nccl", "torch"} & times.keys():
-            ratios.setdefault(sizes.operator, {}).setdefault(who, []).append(chosen / times[who])
-    names = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all")
-    want = [f"{max(ratios[name][who]):.2f}" for name in names for who in ("nccl", "torch")]
-    assert re.findall(r"\d\.\d\d", said) == want
-    over_nccl, over_torch = ([one for of in ratios.values() for one in of[who]] for who in ("nccl", "torch"))
-    assert f"NCCL with cuBLAS: {min(over_nccl):.2f} to {max(over_nccl):.2f}, and over torch's" in measured
-    assert f"operators up to {max(over_torch):.2f}. The longest" in measured
+        for who in ratios.keys() & times.keys():
+            ratios[who].append(chosen / times[who])
+    assert f"NCCL with cuBLAS: {min(ratios['nccl']):.2f} to {max(ratios['nccl']):.2f}, and over torch's" in measured
+    assert f"operators up to {max(ratios['torch']):.2f} (" in measured
 
 
 def test_batched_rows_are_measured_inside_one_domain_alone() -> None:
