@@ -15,11 +15,9 @@ from moecomm.errors import BadInput
 from moecomm.fused.activations import check_activation
 from moecomm.fused.biases import add_bias
 from moecomm.fused.weights import expert_weights, first_weights
-from moecomm.nn import training
+from moecomm.nn import ownership, training
 from moecomm.nn.shard import ExpertShard, is_dtensor
 from moecomm.ops.grouped import grouped_linear
-
-EXTRA_STATE = "_extra_state"  # torch's name
 
 
 class Experts(torch.nn.Module):
@@ -78,7 +76,7 @@ class Experts(torch.nn.Module):
         self.activation = check_activation(activation, activation_limit, activation_alpha)
         if intermediate * dtype.itemsize % 16:
             raise BadInput("intermediate", intermediate, f"rows of a multiple of 16 bytes, in {dtype}")
-        self.shard = ExpertShard(experts, num_experts, group)
+        training.mark(self, ExpertShard(experts, num_experts, group))
         device = torch.get_default_device() if device is None else device
         drawn = [expert_weights(e, hidden, intermediate, seed=seed, dtype=dtype) for e in experts]
         w13, w2 = (torch.stack(weights).to(device=device) for weights in zip(*drawn, strict=True))
@@ -91,7 +89,13 @@ class Experts(torch.nn.Module):
         self._of_rank_0: torch.Tensor | None = None
         if self.shard.group is not None and self.shard.group.rank:
             self._of_rank_0 = first_weights(0, hidden, seed=seed, dtype=dtype)
-        training.watch(self, self.shard)
+        training.watch(self)
+
+    @property
+    def shard(self) -> ExpertShard:
+        shard = ownership.shard_of(self)
+        assert shard is not None
+        return shard
 
     def warn_if_broadcast(self) -> None:
         """Warn, once, if this rank has rank 0's experts: a loop over parameters() has broadcast them.
@@ -131,6 +135,8 @@ class Experts(torch.nn.Module):
             BadInput: another shape, dtype or device.
             As ops.slot_weights(), with a `buffer`.
         """
+        if not torch.compiler.is_compiling():
+            training.watch(self)  # parameters may have been assigned or added
         check_dense("x", x)
         check_dense("tokens_per_expert", tokens_per_expert)
         check_same_device(x=x, tokens_per_expert=tokens_per_expert, w13=self.w13)
@@ -152,36 +158,9 @@ class Experts(torch.nn.Module):
         """Set an attribute.  fully_shard() would go past torch's hooks in a module without this method."""
         super().__setattr__(name, value)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        training.watch(self, self.shard)
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if keep_vars:
-            return
-        for name in self._parameters:
-            destination[prefix + name] = self.shard.pack(destination[prefix + name])
-        if (extra := self.shard.extra()) is not None:
-            destination[prefix + EXTRA_STATE] = extra
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
-    ) -> None:
-        state = dict(state_dict)
-        extra = state.pop(prefix + EXTRA_STATE, None)
-        for name in self._parameters:
-            value = state.get(prefix + name)
-            if isinstance(value, torch.Tensor):
-                mine = self.shard.unpack(prefix + name, value, extra)
-                is_assigned = local_metadata.get("assign_to_params_buffers", False)
-                state[prefix + name] = mine.clone() if is_assigned and mine is not value else mine
-        super()._load_from_state_dict(state, prefix, local_metadata, *args)
-        training.watch(self, self.shard)  # parameters that were assigned are new
-
     def _apply(self, fn: Any, recurse: bool = True) -> Experts:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        training.watch(self, self.shard)  # a move from the meta device makes new parameters
+        training.watch(self)  # a move from the meta device makes new parameters
         return self
 
 

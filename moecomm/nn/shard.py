@@ -16,6 +16,7 @@ from moecomm.ranks.rendezvous import ProcessGroup, rendezvous
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+_MESH_DIM = "moecomm_experts"  # by which states are known that ExpertShard.pack() has made, also in files
 _SAVE = "save with torch.distributed.checkpoint, or torch.save what moecomm.nn.gather_state() returns"
 
 
@@ -49,14 +50,22 @@ class ExpertShard:
     def ranks(self) -> int:
         return 1 if self.group is None else self.group.ranks
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+    def has_entry_each(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is `[E/R, ...]`."""
+        return tensor.ndim > 0 and len(tensor) == len(self.experts)
+
+    def pack(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return a weight `[E/R, ...]` of this rank for a state dict: a DTensor of all ranks, where they are processes.
 
         Raises:
-            Unsupported: the weight is a DTensor already, as FSDP2 makes one.
+            Unsupported: the weight is a DTensor already, as FSDP2 makes one; or it has another shape.
         """
         if is_dtensor(tensor):
             raise Unsupported("a state dict of experts whose weights are DTensors: leave them out of fully_shard()")
+        if (self.global_ranks or self.extra() is not None) and not self.has_entry_each(tensor):
+            raise Unsupported(
+                f"a state dict of experts with {name} of shape {tuple(tensor.shape)}: {self.want_entry_each()}"
+            )
         if not self.global_ranks:
             return tensor
         from torch.distributed.tensor import DTensor, Shard
@@ -67,6 +76,14 @@ class ExpertShard:
         if not self._is_split_as_chunks():
             tensor = _with_offset(tensor, self.experts.start)
         return DTensor.from_local(tensor, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+    def want_entry_each(self) -> str:
+        """Return what parameters and buffers of experts must look like."""
+        return (
+            f"give it an entry for each of this rank's {len(self.experts)} experts along its first dimension, or put "
+            "each expert in a torch.nn.ModuleDict under its number of all ranks, as in "
+            "{str(expert): ... for expert in buffer.local_experts}"
+        )
 
     def extra(self) -> dict[str, Any] | None:
         """Return the extra state, which names the experts of plain tensors; None where it is clear without."""
@@ -130,7 +147,7 @@ class ExpertShard:
             from torch.distributed.device_mesh import DeviceMesh
 
             assert isinstance(self.group, ProcessGroup)
-            self._meshes[device] = DeviceMesh.from_group(self.group.process_group, device)
+            self._meshes[device] = DeviceMesh.from_group(self.group.process_group, device, mesh_dim_names=(_MESH_DIM,))
         return self._meshes[device]
 
     def _is_split_as_chunks(self) -> bool:
@@ -156,6 +173,11 @@ def refuse_pickle(what: str) -> None:
 def is_dtensor(value: Any) -> bool:
     """Return whether `value` is a DTensor.  Does not import DTensors, which takes long."""
     return isinstance(value, torch.Tensor) and hasattr(value, "device_mesh") and hasattr(value, "placements")
+
+
+def is_packed(value: Any) -> bool:
+    """Return whether `value` is a DTensor of experts in a state, and not one of FSDP2."""
+    return is_dtensor(value) and value.device_mesh.mesh_dim_names == (_MESH_DIM,)
 
 
 def _spelled(experts: range) -> str:

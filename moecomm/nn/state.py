@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,25 +13,22 @@ import torch
 from moecomm.base.experts import experts_of
 from moecomm.base.validation import check_dense, check_integer, is_integer
 from moecomm.errors import BadInput
-from moecomm.nn.experts import EXTRA_STATE
-from moecomm.nn.shard import is_dtensor, local_of
+from moecomm.nn.ownership import EXTRA_STATE
+from moecomm.nn.shard import is_dtensor, is_packed, local_of
+from moecomm.ranks.group import Group
 from moecomm.ranks.rendezvous import rendezvous
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-EXTRA = f"experts.{EXTRA_STATE}"
-# Suffixes of the names of tensors that are sharded along the experts.
-SHARDED = ("experts.w13", "experts.w2", "experts.w13_bias", "experts.w2_bias")
+_EXTRA = re.compile(rf"(?:.*\.)?experts\.{EXTRA_STATE}")
+# Tensors of nn.Experts, also where torch has parametrized or pruned them.
+_SHARDED = re.compile(r"(?:.*\.)?experts\.(?:parametrizations\.)?w(?:13|2)(?:_bias)?(?:[._].*)?")
 
 
 def is_sharded(name: str) -> bool:
     """Return whether a tensor of that name is sharded over ranks; other tensors are replicated."""
-    return any(_ends(name, end) for end in SHARDED)
-
-
-def _ends(name: str, end: str) -> bool:
-    return name == end or name.endswith(f".{end}")
+    return _SHARDED.fullmatch(name) is not None
 
 
 def shard_state(state: Mapping[str, torch.Tensor], rank: int, num_ranks: int) -> dict[str, torch.Tensor]:
@@ -49,7 +49,7 @@ def shard_state(state: Mapping[str, torch.Tensor], rank: int, num_ranks: int) ->
     """
     _check_state(state)
     for name, value in state.items():
-        if _ends(name, EXTRA) or (is_sharded(name) and is_dtensor(value)):
+        if _EXTRA.fullmatch(name) or is_packed(value) or (is_sharded(name) and is_dtensor(value)):
             raise BadInput("state", f"{name} of one rank of several", "what gather_state() returns")
     check_integer("num_ranks", num_ranks, 1)
     if not is_integer(rank) or not 0 <= rank < num_ranks:
@@ -72,18 +72,18 @@ def gather_state(
 
     Args:
         state: this rank's state_dict.
-        group: the group of the ExpertParallel layers, with a backend for the tensors' device; "self": one rank; None:
+        group: the group of the layers, with a backend for the tensors' device; "self": one rank; None:
             see Buffer.
 
     Returns:
-        The same names, on every rank; weights of experts are tensors `[E, ...]`, which a layer of any number of ranks
-        loads.
+        The names of all ranks, on every rank; weights of experts are tensors `[E, ...]`, or a tensor for each expert by
+        its number, see `mark_experts()`.  A layer of any number of ranks loads them.
 
     Raises:
         BadInput: another group; not a state_dict.
     """
     _check_state(state)
-    state = {name: value for name, value in state.items() if not _ends(name, EXTRA)}
+    state = {name: value for name, value in state.items() if not _EXTRA.fullmatch(name)}
     if group is None or isinstance(group, str):
         rendezvous(group)  # raises unless it is one rank
         return state
@@ -92,13 +92,28 @@ def gather_state(
     if not isinstance(group, dist.ProcessGroup):
         raise BadInput("group", type(group).__name__, "a torch.distributed ProcessGroup, or None")
 
-    whole = {}
-    for name in sorted(state):  # the same order of collectives on all ranks
-        tensor = state[name]
-        if is_sharded(name):
+    held = _descriptions(state, rendezvous(group))
+    whole: dict[str, Any] = {name: state.get(name) for name in dict.fromkeys(chain(*held, state))}
+    for name in sorted(whole):  # the same order of collectives on all ranks
+        tensor = whole[name]
+        holders = [rank for rank, names in enumerate(held) if name in names]
+        if len(holders) == 1:  # an expert of one rank, by its number
+            shape, dtype, device = held[holders[0]][name]
+            made = torch.empty(shape, dtype=getattr(torch, dtype), device=device) if tensor is None else tensor.detach()
+            tensor = made.contiguous()
+            dist.broadcast(tensor, group=group, group_src=holders[0])
+        elif is_packed(tensor) or (holders and is_sharded(name)):
             tensor = _gathered(local_of(name, tensor)[0] if is_dtensor(tensor) else tensor.detach(), group)
         whole[name] = tensor
-    return {name: whole[name] for name in state}
+    return whole
+
+
+def _descriptions(state: Mapping[str, Any], group: Group) -> list[dict[str, Any]]:
+    """Return shape, name of the dtype, and device of the tensors of each rank's state."""
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    mine = json.dumps({n: (list(v.shape), str(v.dtype)[len("torch.") :], v.device.type) for n, v in tensors.items()})
+    longest = max(int.from_bytes(size, "little") for size in group.all_gather(len(mine).to_bytes(8, "little")))
+    return [json.loads(text) for text in group.all_gather(mine.ljust(longest).encode())]
 
 
 def _check_state(state: Any) -> None:

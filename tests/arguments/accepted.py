@@ -526,7 +526,7 @@ TABLE = (
                 "num_of_tokens_per_rank",
                 "hidden_dim",
             ),
-            *("intermediate", "layout", "max_tokens", "model", "most_rows", "multiprocessors", "new_num_sms"),
+            *("intermediate", "layout", "max_tokens", "model", "module", "most_rows", "multiprocessors", "new_num_sms"),
             *("on_timeout", "signals"),
             *("num_experts", "num_groups", "num_local_experts", "num_max_dispatch_tokens_per_rank"),
             *("num_max_nvl_chunked_send_tokens", "num_max_rdma_chunked_send_tokens", "num_of_experts", "num_ranks"),

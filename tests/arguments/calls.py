@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import os
 import tempfile
@@ -499,6 +500,12 @@ def of_moecomm() -> dict[str, list[Call]]:
         "nn.clip_grad_norm_": [Call(nn.clip_grad_norm_, {"model": layer, "max_norm": 1.0})],
         "nn.expert_parameters": [Call(nn.expert_parameters, {"model": layer})],
         "nn.gather_state": [Call(nn.gather_state, {"state": state})],
+        "nn.mark_experts": [
+            Call(
+                lambda module, **given: nn.mark_experts(copy.deepcopy(module), **given),  # each can be marked once
+                {"module": torch.nn.Linear(H, 2), "group": "self", "num_experts": 2},
+            )
+        ],
         "nn.shard_state": [Call(nn.shard_state, {"state": state, "rank": 1, "num_ranks": 2})],
         "nn.shared_buffer": [
             Call(lambda **given: nn.shared_buffer(**{**SIZES, **given}), {"group": None, "backend": "host"})

@@ -317,27 +317,89 @@ def test_the_first_weights_are_those_that_are_drawn_in_full(hidden: int, interme
         assert torch.equal(first_weights(3, hidden, seed=7, dtype=dtype), w13.flatten()[:8])
 
 
-def _wrapped_again(rank: int, group: Any) -> None:
-    """Gradients of experts are divided once, however often a model is wrapped; in copies, too."""
-    model = Model(group, 8)
+def _wrapped_in_turn(rank: int, group: Any) -> None:
+    """Gradients of experts are sums; a DistributedDataParallel divides them once, while it is there."""
     x = tokens_of(rank)
-    model(x).square().mean().backward()
-    want = [param.grad / 2 for param in expert_parameters(model)]
-    model.zero_grad()
-    DistributedDataParallel(model)
-    wrapped = DistributedDataParallel(model)
-    composed = Model(group, 8)
+
+    def sums(model: torch.nn.Module, called: torch.nn.Module | None = None) -> list[torch.Tensor]:
+        model.zero_grad()
+        (called or model)(x).square().mean().backward()
+        return [param.grad.clone() for param in expert_parameters(model)]
+
+    def assert_sums(got: list[torch.Tensor], divisor: int) -> None:
+        for gradient, whole in zip(got, want, strict=True):
+            torch.testing.assert_close(gradient, whole / divisor)
+
+    model = Model(group, 8)
+    want = sums(model)
+    wrapper, second = DistributedDataParallel(model), DistributedDataParallel(model)
+    assert_sums(sums(model, wrapper), 2)
+    assert_sums(sums(model, DistributedDataParallel(second)), 2)
+    assert_sums(sums(copy.deepcopy(model)), 1)
+    for copied in (copy.deepcopy(wrapper), copy.copy(wrapper)):
+        assert_sums(sums(copied.module, copied), 2)
+        del copied  # torch frees a wrapper with its last reference
+    model.load_state_dict(gather_state(model.state_dict(), group), assign=True)
+    assert_sums(sums(model), 2)
+    del wrapper, second
+    assert_sums(sums(model), 1)
+
+    frozen, composed = Model(group, 8), Model(group, 8)
+    for param in expert_parameters(frozen):
+        param.requires_grad_(False)
+    wrapper = DistributedDataParallel(frozen)
+    for param in expert_parameters(frozen):
+        param.requires_grad_(True)
+    assert_sums(sums(frozen, wrapper), 2)
     replicate(composed)
-    assigned = copy.deepcopy(model)
-    assigned.load_state_dict(gather_state(model.state_dict(), group), assign=True)
-    for each in (wrapped, copy.deepcopy(model), composed, assigned):
-        each(x).square().mean().backward()
-        for param, gradient in zip(expert_parameters(each), want, strict=True):
+    assert_sums(sums(composed), 2)
+
+
+def test_gradients_are_divided_once_and_while_there_is_a_wrapper(ranks: Any) -> None:
+    ranks.run(2, _wrapped_in_turn)
+
+
+def _trained_alone(rank: int, group: Any, names: tuple[str, ...]) -> None:
+    """Nothing but experts is trained, as in ESFT, so the wrapper has nothing to reduce."""
+    x = tokens_of(rank)
+    every = torch.cat([tokens_of(other) for other in range(group.size())])
+    one = Model("self", 8)
+    for param in (param for name, param in one.named_parameters() if not name.endswith(names)):
+        param.requires_grad_(False)
+    want = train(one, lambda: torch.nn.utils.clip_grad_norm_(one.parameters(), 0.05), every)
+    options: list[dict[str, Any]] = [{}, {"find_unused_parameters": True}, {"static_graph": True}]
+    for kind in (*options, {"gradient_as_bucket_view": True}, None):
+        model = Model(group, 8)
+        for name, param in model.named_parameters():
+            param.requires_grad_(name.endswith(names))
+            if rank and param not in set(expert_parameters(model)):
+                param.data.zero_()  # until rank 0's come
+        wrapped = replicate(model) if kind is None else DistributedDataParallel(model, **kind)
+        norms = [norm for _, norm in train(wrapped, lambda: clip_grad_norm_(model, 0.05), x)]  # noqa: B023
+        torch.testing.assert_close(norms, [norm for _, norm in want], rtol=1e-4, atol=1e-5)
+        for name, value in whole_of(model, group).items():
+            torch.testing.assert_close(torch.tensor(value), one.state_dict()[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("names", [("w13", "w2"), ("w2",)])
+def test_experts_may_be_all_that_is_trained(names: tuple[str, ...], ranks: Any) -> None:
+    ranks.run(2, _trained_alone, names)
+
+
+def _experts_alone(rank: int, group: Any) -> None:
+    layer = ExpertParallel(group, **SIZES, num_experts=8, gate=None)
+    x, topk_idx = tokens_of(rank), torch.tensor([[0, 7]]).expand(TOKENS, 2)
+    layer(x, topk_idx).sum().backward()
+    want = [param.grad / 2 for param in layer.parameters()]
+    for wrapped in (DistributedDataParallel(layer), DistributedDataParallel(DistributedDataParallel(layer))):
+        layer.zero_grad()
+        wrapped(x, topk_idx).sum().backward()
+        for param, gradient in zip(layer.parameters(), want, strict=True):
             torch.testing.assert_close(param.grad, gradient)
 
 
-def test_gradients_are_divided_once(ranks: Any) -> None:
-    ranks.run(2, _wrapped_again)
+def test_a_layer_without_a_gate_may_be_wrapped(ranks: Any) -> None:
+    ranks.run(2, _experts_alone)
 
 
 def _scaled(rank: int, group: Any) -> None:
