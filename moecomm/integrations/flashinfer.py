@@ -230,11 +230,13 @@ class Communication(MaskedRanks, MoEEpCommunication):  # type: ignore[misc]
         check_tensor("eplb_local_stats", stats, device=buffer.device, dtypes=(torch.int32,), shape=(None,))
         if not 1 <= len(stats) <= self.params.num_experts:
             raise BadInput("eplb_local_stats", f"{len(stats)} words", f"1 to num_experts = {self.params.num_experts}")
-        rows = stats.repeat(len(self._everybody), 1)
-        routed = buffer.dispatch(rows, self._everybody, layout="flat", max_rows=self.ep_size, sync=False)
+        rows, extras = stats.repeat(len(self._everybody), 1), ()
+        if stats.nbytes > buffer.hidden * buffer.dtype.itemsize:  # too wide for a row: beside one word
+            rows, extras = rows[:, :1].contiguous(), (rows,)
+        routed = buffer.dispatch(rows, self._everybody, layout="flat", extras=extras, max_rows=self.ep_size, sync=False)
         source = torch.where(_in_use(routed), routed.src[:, 0], self.ep_size).long()
-        found = stats.new_zeros(self.ep_size + 1, len(stats))  # the last one is of rows that are not in use
-        return found.index_copy_(0, source, routed.x)[: self.ep_size]
+        gathered = stats.new_zeros(self.ep_size + 1, len(stats))  # the last one is of rows that are not in use
+        return gathered.index_copy_(0, source, routed.extras[0] if extras else routed.x)[: self.ep_size]
 
     @counted("self", 0)
     def combine(

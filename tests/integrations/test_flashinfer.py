@@ -307,9 +307,11 @@ def test_any_list_of_payloads(moe_ep: Any, first: str) -> None:
     assert on_ranks(body, moe_ep) == [True] * RANKS
 
 
+@pytest.mark.parametrize("hidden", [HIDDEN, 4])  # EXPERTS words are wider than a row of four
 @pytest.mark.parametrize("payloads", [False, True])
-def test_statistics_are_gathered(moe_ep: Any, payloads: bool) -> None:
+def test_statistics_are_gathered(moe_ep: Any, monkeypatch: pytest.MonkeyPatch, payloads: bool, hidden: int) -> None:
     """Each rank's row arrives at all ranks, also while one is masked; a dispatch without them gathers none."""
+    monkeypatch.setattr(sys.modules[__name__], "HIDDEN", hidden)
 
     def body(rank: Rank) -> None:
         comm = rank.comm
