@@ -60,6 +60,7 @@ _MXFP8_BLOCK = 32  # columns of a scale
 _TIMEOUT_S = 600.0  # ranks drift apart by whatever one of them does alone: writing a checkpoint, compiling
 
 
+_NAMES = {"x": "tokens", "y": "expert_out", "max_rows": "recv_capacity_per_rank"}  # see deep_ep's Calls
 _Memory = tuple[torch.Tensor | None, ...]  # of callers, for outputs; in a tuple, so that autograd does not see it
 
 
@@ -111,7 +112,7 @@ class _Group:
     """The ranks, and what was agreed with them."""
 
     def __init__(self, group: Any, settings: _Settings) -> None:
-        self._pool, self.settings = Pool(group, timeout_s=_TIMEOUT_S), settings
+        self._pool, self.settings = Pool(group, timeout_s=_TIMEOUT_S, names=_NAMES), settings
         ranks = self._pool.ranks.ranks
         check_experts(settings.num_experts, ranks)
         self.local_experts = settings.num_experts // ranks

@@ -33,9 +33,9 @@ def low_latency(buffer: Buffer, **more: Any) -> Any:
     return buffer.low_latency_dispatch(X, IDX, 4, 2, **more)
 
 
-def combine(buffer: Buffer, **more: Any) -> Any:
+def combine(buffer: Buffer, rows: int = 4, **more: Any) -> Any:
     recv_x, _, handle, *_ = low_latency(buffer, use_fp8=False)
-    return buffer.low_latency_combine(recv_x, IDX, torch.ones(2, 2), handle, **more)
+    return buffer.low_latency_combine(recv_x[:, :rows], IDX, torch.ones(2, 2), handle, **more)
 
 
 def expand_what_was_not(buffer: ElasticBuffer) -> Any:
@@ -185,14 +185,33 @@ def combined(buffer: Buffer, topk_idx: Any, topk_weights: Any) -> Any:
     return buffer.low_latency_combine(recv_x, topk_idx, topk_weights, handle)
 
 
+def before_the_hook(buffer: Buffer, call: Callable[[Buffer, Any, Any], Any]) -> Any:
+    recv_x, _, handle, *_ = low_latency(buffer, use_fp8=False, return_recv_hook=True)
+    return call(buffer, recv_x, handle)
+
+
+def without_room(buffer: Buffer) -> Any:
+    dispatch(buffer)
+    for opened in buffer._pool.opened.values():
+        buffer._pool.calls.count_failure(buffer._pool.calls.marks(), error := opened.rounds.memory.no_room(1 << 20))
+        raise error
+
+
+def hybrid_combined(name: str, rows: int, **more: Any) -> Any:
+    buffer, suffix = HybridEPBuffer(Alone(), 128, 4, 2), name.removeprefix("dispatch")
+    recv_x, *_, handle = getattr(buffer, name)(hidden=X, topk_idx=IDX, num_of_experts=2)
+    call = buffer.combine_with_unpermute if suffix else buffer.combine
+    return call(hidden=recv_x[:rows], handle=handle, **more)
+
+
 def elastic(_: Buffer, topk_idx: Any = IDX, **more: Any) -> Any:
     return ElasticBuffer(Alone(), num_max_tokens_per_rank=4).dispatch(X, topk_idx, num_experts=2, **more)
 
 
-def elastic_combined(num_sms: Any) -> Any:
+def elastic_combined(num_sms: Any, rows: int = 2) -> Any:
     buffer = ElasticBuffer(Alone(), num_max_tokens_per_rank=4)
     recv_x, *_, handle, _ = buffer.dispatch(X, IDX, num_experts=2)
-    return buffer.combine(recv_x, handle, num_sms=num_sms)
+    return buffer.combine(recv_x[:rows], handle, num_sms=num_sms)
 
 
 def hybrid(**more: Any) -> Any:
@@ -296,7 +315,35 @@ BAD: dict[str, Callable[[Buffer], Any]] = {
     "num_sms of its combine": lambda b: hybrid(num_sms_combine_api=1.5),
     "new_num_sms in words": lambda b: Buffer.set_num_sms("4"),
     "topk_idx listed for the elastic one": lambda b: elastic(b, topk_idx=IDX.tolist()),
+    # Errors of moecomm's own calls, in the names of these.
+    "handle before its hook": lambda b: before_the_hook(
+        b, lambda b, y, handle: b.low_latency_combine(y, IDX, torch.ones(2, 2), handle)
+    ),
+    "handle before its hook, without a copy": lambda b: before_the_hook(
+        b, lambda b, _, handle: b.get_next_low_latency_combine_buffer(handle)
+    ),
+    "handle read before its hook": lambda b: before_the_hook(b, lambda *_: _[2][0]),
+    "x with fewer rows": lambda b: combine(b, rows=3),
+    "x with fewer rows of a normal combine": lambda b: b.combine(X[:1], dispatch(b)[4]),
+    "topk_weights with fewer rows": lambda b: b.combine(X, dispatch(b)[4], topk_weights=torch.ones(1, 2)),
+    "x with fewer rows of an elastic combine": lambda b: elastic_combined(0, rows=1),
+    "x of more tokens than there is room for": lambda b: (
+        dispatch(b, num_worst_tokens=2),
+        dispatch(b, X.repeat(99, 1), topk_idx=IDX.repeat(99, 1), num_worst_tokens=2),
+    ),
+    "num_worst_tokens below what comes": lambda b: dispatch(b, num_worst_tokens=1),
+    "num_nvl_bytes for all that is kept": without_room,
+    "num_dispatched_tokens below what comes": lambda b: HybridEPBuffer(Alone(), 128, 4, 2).dispatch(
+        hidden=X, topk_idx=IDX, num_of_experts=2, num_dispatched_tokens=1
+    ),
+    "hidden with fewer rows": lambda b: hybrid_combined("dispatch", 1),
+    "probs with fewer rows": lambda b: hybrid_combined("dispatch_with_permute", 3, probs=torch.ones(1)),
+    "scaling_factor of bfloat16": lambda b: HybridEPBuffer(Alone(), 128, 4, 2).dispatch(
+        hidden=X.to(torch.float8_e4m3fn), scaling_factor=X, topk_idx=IDX, num_of_experts=2
+    ),
 }
+# Names of moecomm's calls and arguments that none of these interfaces has.
+MOECOMMS = r"dispatch_(begin|end)|max_rows|window_bytes|capacity_factor|max_tokens\b|weight_grads|\by\b"
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -304,6 +351,7 @@ def test_bad_use_names_the_argument(buffer: Buffer, name: str) -> None:
     with pytest.raises(moecomm.BadInput) as error:
         BAD[name](buffer)
     assert error.value.argument.startswith(name.split()[0])
+    assert not re.search(MOECOMMS, str(error.value)), error.value
 
 
 def test_a_config_limits_nothing_on_cpus_and_hints_grow_with_sizes() -> None:

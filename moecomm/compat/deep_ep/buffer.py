@@ -14,7 +14,7 @@ from moecomm.compat.deep_ep import layout, normal
 from moecomm.compat.deep_ep.config import Config, check_even_sms
 from moecomm.compat.deep_ep.event import EventHandle, EventOverlap, finished, uses_cuda, wait_for
 from moecomm.compat.deep_ep.layout import NormalHandle, normal_handle
-from moecomm.compat.deep_ep.low_latency import LowLatency
+from moecomm.compat.deep_ep.low_latency import LOW_LATENCY_NAMES, LowLatency
 from moecomm.compat.deep_ep.pool import (
     Pool,
     check_dimensions,
@@ -31,6 +31,7 @@ from moecomm.rounds.call_count import CountedCall
 
 _SUMS = combining.Request(sum_grads=True, bias_first=True)
 _HANDLE = "the handle, as it is, that dispatch returned"
+_NAMES = {**LOW_LATENCY_NAMES, "max_rows": "num_worst_tokens", "window_bytes": "num_nvl_bytes"}
 _TOPK_HINT = 32  # of size hints, whose callers do not say it: the most there can be
 
 
@@ -69,7 +70,7 @@ class Buffer(LowLatency):
         check_integer("num_nvl_bytes", num_nvl_bytes, 0)
         check_integer("num_rdma_bytes", num_rdma_bytes, 0)
         check_flag("enable_shrink", enable_shrink)
-        self._pool = Pool(group, num_nvl_bytes, masks=bool(enable_shrink))
+        self._pool = Pool(group, num_nvl_bytes, masks=bool(enable_shrink), names=_NAMES)
         self.group = group
         self.rank, self.group_size = self._pool.ranks.rank, self._pool.ranks.ranks
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes

@@ -7,12 +7,13 @@ each for the others.  Calls compares them before that, so that the error comes a
 from __future__ import annotations
 
 import ctypes
+import re
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-from moecomm.errors import Mismatch, MoecommError, RoundFailed
+from moecomm.errors import BadInput, Mismatch, MoecommError, RoundFailed
 from moecomm.ranks.group import Group
 from moecomm.ranks.opening import opening
 from moecomm.ranks.pages import CALLS, KEPT_CALLS
@@ -24,6 +25,7 @@ _NUMBER, _OPENS, _COMBINES, _FLAG_BITS = 32, 1, 2, 2
 _HASHED = (1 << _NUMBER) - 1 - _OPENS - _COMBINES
 _TOKENS = struct.Struct("<q")
 _Words = ctypes.Array[ctypes.c_uint64]
+AFTER_THE_HOOK = "a call of the dispatch's hook before"
 _METHODS = {"dispatch_with_permute": "combine_with_unpermute", "dispatch": "combine"}
 
 
@@ -40,10 +42,19 @@ class Calls(CallCount):
         timeout_s: of a wait.
         close: closes the Buffers.
         compared: False: calls are compared only where they open a window, because ranks may be masked.
+        names: arguments of these calls, by moecomm's name for them: see in_names().
     """
 
-    def __init__(self, ranks: Group, timeout_s: float, close: Callable[[], None], compared: bool = True) -> None:
+    def __init__(
+        self,
+        ranks: Group,
+        timeout_s: float,
+        close: Callable[[], None],
+        compared: bool = True,
+        names: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__()
+        self._names = {} if names is None else names
         self._ranks, self._timeout_s, self._close, self._compared = ranks, timeout_s, close, compared
         self._begun = self._last = self._word = self._at = 0
         self._texts: dict[int, str] = {}  # by hash
@@ -111,11 +122,13 @@ class Calls(CallCount):
                 self._fail(begun=False)
 
     def count_failure(self, marks: Marks, error: BaseException | None) -> None:
-        """Count a failed call: CallCount.count_failure().
+        """Count a failed call: CallCount.count_failure().  A BadInput gets the names of the interface.
 
         Raises:
             Mismatch: instead of RoundFailed, if a neighbour makes another call; names both calls.
         """
+        if isinstance(error, BadInput):
+            in_names(error, self._names)
         super().count_failure(marks, error)
         if isinstance(error, RoundFailed) and self._difference() is not None:
             self._fail(begun=self._word & _OPENS != 0, cause=error)
@@ -181,6 +194,19 @@ class Calls(CallCount):
             name = next(name for name in _METHODS if name in text)
             text = text.replace(name, _METHODS[name], 1)
         return text
+
+
+def in_names(error: BadInput, names: Mapping[str, str]) -> None:
+    """Put an interface's names of arguments in the place of moecomm's: `names`, by those."""
+    want = str(error.want).replace("dispatch_end(routed) first", AFTER_THE_HOOK)
+    rows, window = (f"{names[name]}=" if name in names else "" for name in ("max_rows", "window_bytes"))
+    want = want.replace("max_rows=, or capacity_factor= of the Buffer, makes more", f"a larger {rows} makes more")
+    larger = rf", or open the buffer with {window}\1" if window else ""
+    want = re.sub(r", pass max_rows=, or open the Buffer with window_bytes=(\d+)", larger, want)
+    want = re.sub(r"max_tokens = (\d+)", r"\1, the room that the first call with these sizes made", want)
+    argument = names.get(error.argument, error.argument)
+    if (argument, want) != (error.argument, str(error.want)):
+        BadInput.__init__(error, argument, error.got, want, error.rank)
 
 
 def _is(number: int, words: _Words) -> bool:

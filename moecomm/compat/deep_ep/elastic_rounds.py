@@ -43,6 +43,7 @@ _FEW_SMS, _MANY_SMS = 16, 64  # measured to be enough beside computations, and a
 __all__ = ["EPHandle", "ElasticBuffer", "ElasticRounds"]
 
 _HANDLE = "the handle that dispatch returned"
+_NAMES = {"y": "x", "weight_grads": "topk_weights", "window_bytes": "num_bytes"}  # see Calls
 _FLAT, _REPEAT = dispatch.Options("flat"), dispatch.Options()
 _Room = tuple[Buffer, int | None, dispatch.Options]  # for what rows to make room in each dispatch; None: those expected
 _WEIGHTS_HIDDEN = 8  # columns of the rows that routing weights travel beside: 16 bytes, the least there is
@@ -92,7 +93,7 @@ class ElasticRounds(BufferBase):
         )
         check_real("num_gpu_timeout_secs", num_gpu_timeout_secs, 1e-3, 1e5)
         timeout_s = float(num_gpu_timeout_secs)
-        self._pool = Pool(group, num_bytes or 0, timeout_s, method=f"{type(self).__name__}.dispatch")
+        self._pool = Pool(group, num_bytes or 0, timeout_s, method=f"{type(self).__name__}.dispatch", names=_NAMES)
         self._rooms: dict[tuple[Any, ...], _Room] = {}  # by sizes of calls, so that one look-up finds them
         self.group = group
         self.rank_idx, self.num_ranks = self._pool.ranks.rank, self._pool.ranks.ranks

@@ -45,6 +45,13 @@ _METHODS: dict[str, str] = {
     "flat": "HybridEPBuffer.dispatch",
 }  # by layout
 _HANDLE = "the handle that {} returned"
+_NAMES = {  # see Calls
+    "x": "hidden",
+    "y": "hidden",
+    "scales": "scaling_factor",
+    "weight_grads": "probs",
+    "max_rows": "num_dispatched_tokens",
+}
 
 _Received = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
@@ -91,7 +98,7 @@ class HybridEPBuffer(OverPool):
         for name, sms in (("num_sms_dispatch_api", num_sms_dispatch_api), ("num_sms_combine_api", num_sms_combine_api)):
             if sms is not None:
                 check_integer(name, sms, 1, 1024)
-        self._pool = Pool(group, method=_METHODS["expert"])
+        self._pool = Pool(group, method=_METHODS["expert"], names=_NAMES)
         self.group = group
         self.rank, self.group_size = self._pool.ranks.rank, self._pool.ranks.ranks
         self.local_rank, self.node_rank, self.num_of_nodes = self.rank, 0, 1

@@ -14,6 +14,7 @@ from moecomm.base.validation import check_flag, check_flags, check_integer, chec
 from moecomm.buffer import Buffer
 from moecomm.combine.arguments import takes_weights
 from moecomm.compat.deep_ep.arrival import Arrival, WaitCost
+from moecomm.compat.deep_ep.calls import AFTER_THE_HOOK
 from moecomm.compat.deep_ep.event import EventOverlap, finished
 from moecomm.compat.deep_ep.lazy import LazyTuple
 from moecomm.compat.deep_ep.pool import (
@@ -26,7 +27,7 @@ from moecomm.compat.deep_ep.pool import (
     refuse,
 )
 from moecomm.dispatch import Options, Request, dispatch, dispatch_begin
-from moecomm.dispatch.routed import Handle, Routed
+from moecomm.dispatch.routed import Handle, Routed, has_arrived
 from moecomm.dispatch.tables import kept, table
 from moecomm.errors import BadInput, RoundFailed, Unsupported
 from moecomm.membership.masking import is_masked, require_repeats
@@ -45,6 +46,7 @@ _REQUESTS = {  # by use_fp8, round_scale, use_ue8m0, use_nvfp4
 # deep_ep adds up all rows of a token in float32 at its source rank.
 _WEIGHTED = combining.Request(combining.Options(wire="exact"))
 _WEIGHTS_HIDDEN = 8  # columns of the rows that routing weights travel beside: 16 bytes, the least there is
+LOW_LATENCY_NAMES = {"y": "x", "weight_grads": "topk_weights"}  # see Calls
 _HANDLE = "the handle, as it is, that low_latency_dispatch returned"
 
 
@@ -65,8 +67,8 @@ class LowLatencyHandle(LazyTuple):
     """
 
     makers = (
-        lambda self: kept(self.first or self.native, "src")[..., 1].contiguous(),
-        lambda self: layout_range(self.first or self.native),
+        lambda self: kept(self.arrived(), "src")[..., 1].contiguous(),
+        lambda self: layout_range(self.arrived()),
         lambda self: self.native.rounds.max_tokens,
         lambda self: self.native.rounds.hidden,
         lambda self: self.native.rounds.experts.count,
@@ -79,6 +81,17 @@ class LowLatencyHandle(LazyTuple):
     weights_follow: bool  # see _Kind
     first: Handle | None = None  # of the dispatch, whose rows the caller has, where a later one has lost a rank
     combine_rows: torch.Tensor | None = None  # in the window, for the next combine without a copy
+
+    def arrived(self) -> Handle:
+        """Return moecomm's handle of the rows that the caller has.
+
+        Raises:
+            BadInput: the hook of the dispatch has not been called.
+        """
+        native = self.first or self.native
+        if not has_arrived(native.args):
+            raise BadInput("handle", "one of a dispatch that has only begun", AFTER_THE_HOOK)
+        return native
 
 
 class LowLatency(OverPool):
@@ -136,6 +149,7 @@ class LowLatency(OverPool):
             if (buffer.max_tokens, buffer.hidden) == (num_max_dispatch_tokens_per_rank, hidden):
                 none = torch.empty((0, hidden), dtype=buffer.dtype, device=buffer.device)
                 ids = torch.empty((0, buffer.topk), dtype=torch.int64, device=buffer.device)
+                self._pool.receive(buffer)
                 self._pool.agree(buffer)
                 buffer.dispatch(none, ids, layout="batched", max_rows=1, sync=True)
 
@@ -350,6 +364,7 @@ class LowLatency(OverPool):
     def get_next_low_latency_combine_buffer(self, handle: Any) -> torch.Tensor:
         """`[E/R, R * Tmax, H]` in the window, for low_latency_combine(zero_copy=True); the same one for one handle."""
         native = self._pool.native_of(handle, LowLatencyHandle, _HANDLE)
+        handle.arrived()
         if handle.combine_rows is None:
             handle.combine_rows = combining.empty(native.rounds, native, native.rounds.dtype)
         rows: torch.Tensor = handle.combine_rows

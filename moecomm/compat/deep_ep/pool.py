@@ -7,7 +7,7 @@ so all of them are here with the same sizes at the same time; only the number of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from operator import attrgetter
 from typing import Any, Protocol, TypeVar
@@ -54,7 +54,7 @@ class Pool:
     """The moecomm.Buffers of a group, opened when wanted.  `num_bytes`: the least window of one with normal rounds;
     `masks`: low-latency rounds mask ranks that are lost, and a rank alone may change its masks; `round_s`: how long
     these rounds wait for a peer, else `timeout_s`; `method`: that makes rounds which are not low-latency ones;
-    `uneven`: in low-latency and normal rounds, ranks may have different numbers of experts.
+    `uneven`: in low-latency and normal rounds, ranks may have different numbers of experts; `names`: see Calls.
     """
 
     unless_masked = ""  # what a caller can do before
@@ -68,6 +68,7 @@ class Pool:
         method: str = "Buffer.dispatch",
         uneven: bool = False,
         round_s: float | None = None,
+        names: Mapping[str, str] | None = None,
     ) -> None:
         self.ranks: Group = rendezvous(group)
         self.closed = False
@@ -77,7 +78,7 @@ class Pool:
         self._presence = Presence(self.ranks, timeout_s) if masks and self.ranks.ranks > 1 else None
         self._least_experts = 1 if uneven else self.ranks.ranks
         self._by_sizes: dict[tuple[Any, ...], Buffer] = {}
-        self.calls, self._method = Calls(self.ranks, timeout_s, self.close, compared=not masks), method
+        self.calls, self._method = Calls(self.ranks, timeout_s, self.close, not masks, names), method
         self.opened: dict[Rounds, Buffer] = {}  # all of them: handles of one that was too small stay good
         self._round_s = timeout_s if round_s is None else round_s
         self.pending: dict[Rounds, PendingMasks] = {}  # of low-latency rounds, with `masks`

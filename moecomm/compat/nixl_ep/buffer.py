@@ -14,7 +14,7 @@ from moecomm.buffer import Buffer as NativeBuffer
 from moecomm.compat.deep_ep.buffer import Buffer as DeepEP
 from moecomm.compat.deep_ep.config import check_even_sms
 from moecomm.compat.deep_ep.event import EventOverlap, uses_cuda
-from moecomm.compat.deep_ep.low_latency import LowLatency, LowLatencyHandle, write_mask
+from moecomm.compat.deep_ep.low_latency import LOW_LATENCY_NAMES, LowLatency, LowLatencyHandle, write_mask
 from moecomm.compat.deep_ep.pool import Pool, check_dimensions, not_here, refuse
 from moecomm.compat.names import takes
 from moecomm.compat.nixl_ep.meeting import meet
@@ -41,7 +41,7 @@ class _Ranks(LowLatency):
 
         group = ProcessGroup(PrefixStore(name, store), ranks.index(rank), len(ranks))
         self.ranks, self.group_size, self.store = ranks, len(ranks), store
-        self._pool = _Pool(group, timeout_s=timeout_s, masks=True)
+        self._pool = _Pool(group, timeout_s=timeout_s, masks=True, names=LOW_LATENCY_NAMES)
         self._every = len(ranks) == most
         self._in_order = ranks == list(range(len(ranks)))
         self._tables: dict[tuple[torch.device, int], torch.Tensor] = {}
