@@ -99,6 +99,8 @@ OTHERWISE = {  # rows of the table that say what is different, tested where the 
     "ElasticBuffer",
     "lb_prefetch_weights",
     "lb_reduce_grads",
+    *("utils.envs", "utils.find_pkgs", "utils.gate", "utils.math", "utils.refs", "utils.semantic", "utils.testing"),
+    *("check_nccl_so", "find_cuda_home", "find_nccl_root", "init_jit"),
 }
 
 

@@ -22,22 +22,24 @@ assert importlib.util.find_spec("deep_ep") is not None
 assert importlib.util.find_spec("deep_ep.buffers").name == "deep_ep.buffers"
 assert importlib.util.find_spec("deep_ep.buffers.elastic") is not None
 assert importlib.util.find_spec("deep_ep.utils") is not None and importlib.util.find_spec("deep_ep.nothing") is None
-import deep_ep, deep_ep.utils, deep_ep.buffer
-from deep_ep import Buffer, Config, EventHandle, EventOverlap, topk_idx_t
-from deep_ep.utils import EventHandle as A, EventOverlap as B
-from deep_ep.utils.event import EventOverlap as C
-from deep_ep.buffer import Buffer as D
-import deep_ep.buffers.legacy
-from deep_ep.hybrid_ep_buffer import HybridEPBuffer, indices_to_map
-from deep_ep import ElasticBuffer, EPHandle
-from deep_ep.buffers.elastic import ElasticBuffer as E
-from deep_ep import comm, EPBuffer, BufferAllocator, BucketBuffer, BufferBase
-import deep_ep.comm
-from deep_ep.buffers.ep import EPBuffer as F, EPHandle as G
-from deep_ep.buffers.allocator import BufferAllocator as H
-assert (F, G, H) == (EPBuffer, EPHandle, BufferAllocator) and deep_ep.comm is comm
-assert deep_ep.buffers.legacy.Buffer is Buffer and E is ElasticBuffer
-assert deep_ep is module and (A, B, C, D) == (EventHandle, EventOverlap, EventOverlap, Buffer)
+import deep_ep.comm.barrier, deep_ep.utils.envs, deep_ep.hybrid_ep_buffer
+from deep_ep.utils.envs import get_physical_domain_size
+from deep_ep.comm.barrier import barrier
+assert get_physical_domain_size("self") == (1, 1) and barrier is deep_ep.comm.barrier
+offered = {name: getattr(module, name) for name in (*module.__all__, "indices_to_map")}
+for path, names in module.paths.PATHS.items():
+    under = importlib.import_module(f"deep_ep.{path}".rstrip("."))
+    assert under is (module.MODULES[path] if path else module)
+    for name in names.split():
+        answer = getattr(under, name)
+        if answer in (offered.get(name), vars(module.comm).get(name)):
+            continue
+        try:
+            answer(1, several=2)
+        except moecomm.Unsupported as error:
+            assert f"deep_ep.{path}".rstrip(".") + f".{name}:" in str(error)
+        else:
+            raise AssertionError(name)
 print("found")
 """,
     )

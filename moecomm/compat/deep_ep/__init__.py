@@ -24,6 +24,8 @@ What deep_ep has and this has not; each raises Unsupported, or differs as it say
 | `EngramBuffer`, `PPBuffer` | nothing |
 | `BucketBuffer`, `BucketSession` | a `moecomm.Window`, or torch.distributed |
 | `comm.NCCLCommHandle`, `comm.get_nccl_comm_handle` | nothing: a buffer makes no communicator of NCCL |
+| `utils.envs`, but sizes of domains; `utils.find_pkgs`, `utils.gate`, `utils.math`, `utils.refs`, | nothing |
+| `utils.semantic`, `utils.testing`, `check_nccl_so`, `find_cuda_home`, `find_nccl_root`, `init_jit` | nothing |
 | `lb_prefetch_weights`, `lb_reduce_grads` in a CUDA graph | outside of it: the host reads the mapping |
 | `HybridEPBuffer.dispatch(handle=)`, `dispatch_with_permute(handle=)` with `probs` or `topk_weights` | rows only |
 | a row of `routing_map` with more than 32 experts | `BadInput`; beside `num_permuted_tokens` a call later |
@@ -31,12 +33,11 @@ What deep_ep has and this has not; each raises Unsupported, or differs as it say
 
 from __future__ import annotations
 
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+import sys
 
 import torch
 
-from moecomm.compat.deep_ep import allocator, base, buffer, comm, elastic_rounds, ep, event, hybrid, recv_view
+from moecomm.compat.deep_ep import comm, paths
 from moecomm.compat.deep_ep.allocator import (
     BufferAllocator,
     get_num_allocation_alignment,
@@ -51,30 +52,11 @@ from moecomm.compat.deep_ep.elastic_rounds import ElasticBuffer
 from moecomm.compat.deep_ep.ep import BucketBuffer, BucketSession, EngramBuffer, EPBuffer, PPBuffer
 from moecomm.compat.deep_ep.ep_handle import EPHandle
 from moecomm.compat.deep_ep.event import EventHandle, EventOverlap
-from moecomm.compat.deep_ep.hybrid import HybridEPBuffer
+from moecomm.compat.deep_ep.hybrid import HybridEPBuffer, indices_to_map
 from moecomm.compat.deep_ep.recv_view import DispatchRecvView
 
 __version__ = "2.1.0"  # of the interface
 topk_idx_t = torch.int64
-utils = event  # deep_ep.utils has the events
-buffers = ModuleType("deep_ep.buffers")  # deep_ep 2's path to its classes
-vars(buffers).update(legacy=buffer, elastic=elastic_rounds, ep=ep, allocator=allocator, base=base, recv_view=recv_view)
-buffers.__spec__ = ModuleSpec("deep_ep.buffers", None, is_package=True)  # which importlib.util.find_spec asks for
-MODULES = {  # import paths below deep_ep
-    "buffer": buffer,
-    "buffers": buffers,
-    "buffers.legacy": buffer,
-    "buffers.elastic": elastic_rounds,
-    "buffers.ep": ep,
-    "buffers.allocator": allocator,
-    "buffers.base": base,
-    "buffers.recv_view": recv_view,
-    "comm": comm,
-    "hybrid_ep_buffer": hybrid,
-    "utils": event,
-    "utils.event": event,
-}
-
 __all__ = [
     "BucketBuffer",
     "BucketSession",
@@ -110,3 +92,6 @@ def get_physical_domain_size(group: object) -> tuple[int, int]:
 def get_logical_domain_size(group: object, allow_hybrid_mode: bool = True) -> tuple[int, int]:
     """Return the numbers of scale-out ranks (1) and scale-up ranks (all) of a group or a buffer of deep_ep 2."""
     return comm.get_logical_domain_size(group)
+
+
+MODULES = paths.modules(sys.modules[__name__], {**vars(comm), "indices_to_map": indices_to_map, **globals()})
