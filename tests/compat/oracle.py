@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -55,12 +54,9 @@ class Normal:
     recv_topk_weights: list[list[float]] = field(default_factory=list)
     num_recv_tokens_per_expert: list[int] = field(default_factory=list)
     rank_prefix: list[int] = field(default_factory=list)  # the column of this rank
-    channel_prefix_matrix: Any = None
-    recv_channel_prefix_matrix: Any = None
-    send_head: Any = None
 
 
-def normal(case: Case, channels: int) -> list[Normal]:
+def normal(case: Case) -> list[Normal]:
     """Every rank's."""
     ranks, local = case.ranks, case.local_experts
     out = []
@@ -83,29 +79,7 @@ def normal(case: Case, channels: int) -> list[Normal]:
             mine.rank_prefix.append(len(mine.src))
         flat = [e for row in mine.recv_topk_idx for e in row]
         mine.num_recv_tokens_per_expert = [flat.count(e) for e in range(local)]
-        mine.channel_prefix_matrix = torch.zeros(ranks, channels, dtype=torch.int32)
-        mine.recv_channel_prefix_matrix = torch.zeros(ranks, channels, dtype=torch.int32)
-        mine.send_head = torch.full((len(case.x[rank]), ranks), -1, dtype=torch.int32)
-        for other in range(ranks):
-            sent = 0
-            for channel, tokens in enumerate(_channels(len(case.x[rank]), channels)):
-                head = 0
-                for token in tokens:
-                    if mine.is_token_in_rank[token, other]:
-                        mine.send_head[token, other] = head
-                        head += 1
-                sent += head
-                mine.channel_prefix_matrix[other, channel] = sent
-            received = 0
-            for channel, tokens in enumerate(_channels(len(case.x[other]), channels)):
-                mine.recv_channel_prefix_matrix[other, channel] = received
-                received += sum(bool(out[other].is_token_in_rank[token, rank]) for token in tokens)
     return out
-
-
-def _channels(tokens: int, channels: int) -> list[range]:
-    size = -(-tokens // channels)
-    return [range(min(c * size, tokens), min((c + 1) * size, tokens)) for c in range(channels)]
 
 
 def rows(case: Case, src: list[tuple[int, int]], of: list[torch.Tensor] | None = None) -> torch.Tensor:

@@ -14,8 +14,6 @@ from moecomm.compat.deep_ep import Buffer, Config, EventHandle, EventOverlap
 from ..backends.conftest import all_ranks
 from . import oracle
 
-CHANNELS = 3
-
 
 def equal(got: torch.Tensor, want: Any, dtype: torch.dtype) -> None:
     assert got.dtype is dtype
@@ -33,7 +31,7 @@ def layout_of(buffer: Buffer, case: oracle.Case) -> dict[str, Any]:
 @pytest.mark.parametrize("seed", range(12))
 def test_every_field(seed: int) -> None:
     case = oracle.random_case(seed, ranks=1 + seed % 4)
-    wants = oracle.normal(case, CHANNELS)
+    wants = oracle.normal(case)
     topk = case.topk_idx[0].shape[1]
     alignment = [1, 8][seed % 2]
 
@@ -52,7 +50,7 @@ def test_every_field(seed: int) -> None:
             topk_idx=case.topk_idx[rank],
             topk_weights=case.topk_weights[rank],
             expert_alignment=alignment,
-            config=Config(num_sms=2 * CHANNELS),
+            config=Config(num_sms=8),
             **given,
         )
         assert isinstance(event, EventOverlap) and event.event is None
@@ -89,18 +87,16 @@ def check_handle(handle: Any, want: oracle.Normal, rank: int) -> None:
     """The tuple, item by item, in any order, and unpacked."""
     assert isinstance(handle, tuple) and len(handle) == 6
     equal(handle[3], [t for _, t in want.src], torch.int32)
-    rank_prefix, channel_prefix, recv_channel_prefix, src, is_in_rank, send_head = handle
+    rank_prefix, *channels, src, is_in_rank, send_head = handle
+    assert channels == [None, None] and send_head is None
     assert src is handle[3] is handle[-3] and handle[3:5] == (src, is_in_rank)
     ranks = len(want.rank_prefix)
     assert rank_prefix.shape == (ranks, ranks)
     equal(rank_prefix[:, rank], want.rank_prefix, torch.int32)
     assert (rank_prefix[:, [r for r in range(ranks) if r != rank]] == -1).all()
-    equal(channel_prefix, want.channel_prefix_matrix, torch.int32)
-    equal(recv_channel_prefix, want.recv_channel_prefix_matrix, torch.int32)
     equal(is_in_rank, want.is_token_in_rank, torch.bool)
-    equal(send_head, want.send_head, torch.int32)
     longer = handle + (7,)  # noqa: RUF005 - as callers may write it
-    assert len(longer) == 7 and longer[3] is src and longer[6] == 7 and send_head in handle and 7 not in handle
+    assert len(longer) == 7 and longer[3] is src and longer[6] == 7 and is_in_rank in handle and 7 not in handle
     with pytest.raises(IndexError):
         handle[6]
 
@@ -108,7 +104,7 @@ def check_handle(handle: Any, want: oracle.Normal, rank: int) -> None:
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.int32])
 def test_fp8_rows_travel_with_their_scales(scale_dtype: torch.dtype) -> None:
     case = oracle.random_case(3, ranks=3)
-    wants = oracle.normal(case, CHANNELS)
+    wants = oracle.normal(case)
     fp8 = [oracle.cast_to_fp8(x, round_scale=False) for x in case.x]
     scales = [s.view(scale_dtype) for _, s in fp8]
 
@@ -133,7 +129,7 @@ def test_fp8_rows_travel_with_their_scales(scale_dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e5m2, torch.float8_e4m3fn])
 def test_rows_of_bytes_travel_with_a_scale_each(dtype: torch.dtype) -> None:
     case = oracle.random_case(3, ranks=3)
-    wants = oracle.normal(case, CHANNELS)
+    wants = oracle.normal(case)
     rows = [(10 * x).to(torch.int8).view(dtype) for x in case.x]
     scales = [x[:, :1].float() for x in case.x]
 
@@ -167,7 +163,7 @@ def test_nvfp4_rows_travel_in_three(worst: bool) -> None:
 def nvfp4_rounds(buffer: Buffer, cases: list[oracle.Case], worst: bool) -> None:
     rank = buffer.rank
     for case in cases:
-        want = oracle.normal(case, CHANNELS)[rank]
+        want = oracle.normal(case)[rank]
         sent = [formats.quantize(x, "nvfp4", global_scale=300.0) for x in case.x]
         values = [v.view(torch.int32) for v, _ in sent]
         scales = [s.view(torch.int32) for _, s in sent if s is not None]
@@ -186,7 +182,7 @@ def nvfp4_rounds(buffer: Buffer, cases: list[oracle.Case], worst: bool) -> None:
 
 def test_without_topk_a_layout_says_where_tokens_go() -> None:
     case = oracle.random_case(5, ranks=4)
-    wants = oracle.normal(case, CHANNELS)
+    wants = oracle.normal(case)
 
     def body(group: Any) -> None:
         buffer = Buffer(group)
@@ -205,7 +201,7 @@ def test_without_topk_a_layout_says_where_tokens_go() -> None:
 
 def test_worst_tokens_give_a_fixed_shape_and_mark_what_is_unused() -> None:
     case = oracle.random_case(6, ranks=3)
-    wants = oracle.normal(case, CHANNELS)
+    wants = oracle.normal(case)
     worst = 50
 
     def body(group: Any) -> None:
@@ -213,7 +209,7 @@ def test_worst_tokens_give_a_fixed_shape_and_mark_what_is_unused() -> None:
         rank, want = buffer.rank, wants[buffer.rank]
         args = {"topk_idx": case.topk_idx[rank], "topk_weights": case.topk_weights[rank]}
         recv_x, idx, weights, counts, handle, _ = buffer.dispatch(
-            case.x[rank], **args, **layout_of(buffer, case), num_worst_tokens=worst, config=Config(2 * CHANNELS)
+            case.x[rank], **args, **layout_of(buffer, case), num_worst_tokens=worst, config=Config(8)
         )
         rows = len(want.src)
         assert recv_x.shape[0] == idx.shape[0] == weights.shape[0] == len(handle[3]) == worst and counts == []
@@ -222,7 +218,6 @@ def test_worst_tokens_give_a_fixed_shape_and_mark_what_is_unused() -> None:
         assert (idx[rows:] == -1).all()
         equal(weights[:rows], want.recv_topk_weights, torch.float32)
         equal(handle[0][:, rank], want.rank_prefix, torch.int32)
-        equal(handle[2], want.recv_channel_prefix_matrix, torch.int32)
         equal(handle[3][:rows], [t for _, t in want.src], torch.int32)
         cached, *_ = buffer.dispatch(case.x[rank], handle=handle)
         assert cached.shape == recv_x.shape and torch.equal(cached[:rows], recv_x[:rows])

@@ -13,7 +13,7 @@ from moecomm.base.validation import check_flag, check_integer, check_same_device
 from moecomm.compat.deep_ep import layout, normal
 from moecomm.compat.deep_ep.config import Config, check_even_sms
 from moecomm.compat.deep_ep.event import EventHandle, EventOverlap, finished, uses_cuda, wait_for
-from moecomm.compat.deep_ep.layout import NormalHandle, normal_handle
+from moecomm.compat.deep_ep.layout import NormalHandle
 from moecomm.compat.deep_ep.low_latency import LOW_LATENCY_NAMES, LowLatency
 from moecomm.compat.deep_ep.pool import (
     Pool,
@@ -215,7 +215,8 @@ class Buffer(LowLatency):
         elif isinstance(ids, torch.Tensor):
             check_dimensions("topk_idx", ids, "tokens", "topk")
         routed = normal.route(pool, given, ids, topk_weights, num_experts, num_worst_tokens, num_sms)
-        made = normal_handle(routed.handle, Buffer.num_sms if config is None else config.num_sms)
+        made = NormalHandle(NormalHandle.makers)  # quicker than through a __new__ of its own
+        made.native = routed.handle
         found: tuple[Any, ...]
         if routed.unpack is None:  # all in one step
             found = routed.plan.flat_tensors(routed)

@@ -51,13 +51,6 @@ class LazyTuple(Bound, tuple[Any, ...]):
         return f"<{type(self).__name__} of {len(self)}>"
 
 
-def tokens_of_ranks(handle: Handle) -> torch.Tensor:
-    """int32 `[R]`: how many tokens each rank passed to the dispatch."""
-    if isinstance(handle, ChunkedHandle):
-        return torch.stack([tokens_of_ranks(chunk.handle) for chunk in handle.chunks]).sum(0, dtype=torch.int32)
-    return table(handle, handle.args.route.sent, (handle.rounds.num_ranks, 2), torch.int32)[:, 0]
-
-
 def by_token(handle: Handle, name: str, columns: int) -> torch.Tensor:
     """int32 `[T, columns]`: a table of the route with a row for each token of this rank."""
     if isinstance(handle, ChunkedHandle):
