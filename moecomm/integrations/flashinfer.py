@@ -230,7 +230,8 @@ class Communication(MaskedRanks, MoEEpCommunication):  # type: ignore[misc]
         check_tensor("eplb_local_stats", stats, device=buffer.device, dtypes=(torch.int32,), shape=(None,))
         if not 1 <= len(stats) <= self.params.num_experts:
             raise BadInput("eplb_local_stats", f"{len(stats)} words", f"1 to num_experts = {self.params.num_experts}")
-        rows, extras = stats.repeat(len(self._everybody), 1), ()
+        rows = stats.repeat(len(self._everybody), 1)
+        extras: tuple[torch.Tensor, ...] = ()
         if stats.nbytes > buffer.hidden * buffer.dtype.itemsize:  # too wide for a row: beside one word
             rows, extras = rows[:, :1].contiguous(), (rows,)
         routed = buffer.dispatch(rows, self._everybody, layout="flat", extras=extras, max_rows=self.ep_size, sync=False)

@@ -129,7 +129,6 @@ TABLE = (
                 "async_finish",
                 "enable_shrink",
                 "async_with_compute_stream",
-                "borrow_recv",
                 "defer_epilogue",
                 "check_weights",
                 "corrected",
@@ -183,7 +182,7 @@ TABLE = (
         ("None", "0", "False"),
         (
             *("comm", "size", "offset", "use_nvfp4", "use_ue8m0_for_sf", "x_global_scale", "use_logfmt"),
-            *("overlap", "src_signals", "src_signal_expect_value", "num_cpu_bytes"),
+            *("overlap", "src_signals", "src_signal_expect_value", "num_cpu_bytes", "borrow_recv"),
             *("packed_recv_count", "comp_signal", "block_m", "threshold"),
             *("deep_ep.Buffer.low_latency_dispatch(num_sms)", f"{_LOW}(num_sms)"),
         ),

@@ -69,7 +69,6 @@ NOT_CALLED = {
     "routing.Recorded",
     "overlap.Choice",
     "overlap.Workspace.call",  # of the operators
-    "deep_ep.DispatchRecvView",
     "deep_ep.EPHandle",
     "deep_ep.EventHandle",
 }
@@ -603,7 +602,6 @@ def of_compat() -> dict[str, list[Call]]:
     redundant, redundant_grads = plan.allocate((1, 32), torch.uint8), plan.allocate((1, 8), torch.float32)
     with patch.dict(os.environ, MOECOMM_BACKEND="host"):
         ep = deep_ep.EPBuffer(group, lb_allocation_plan_or_num_bytes=plan)
-    borrowing = deep_ep.EPBuffer(group)
     recv, _, _, _, handle, _ = normal.dispatch(x, topk_idx=idx, topk_weights=weights, num_tokens_per_expert=per_expert)
     rows, _, low_handle, _, _ = low.low_latency_dispatch(x, idx, 8, E, use_fp8=False)
     low.get_next_low_latency_combine_buffer(low_handle)
@@ -814,21 +812,10 @@ def of_compat() -> dict[str, list[Call]]:
                     "do_expand": True,
                     "do_zero_padding": True,
                     "defer_epilogue": True,
+                    "borrow_recv": False,
                 },
             ),
             Call(ep.dispatch, {"x": (x, torch.rand(T, 1)), "handle": ep_handle, "topk_weights": weights}),
-            Call(
-                borrowing.dispatch,
-                {
-                    "x": x,
-                    "topk_idx": idx,
-                    "topk_weights": weights,
-                    "num_experts": E,
-                    "num_max_tokens_per_rank": 8,
-                    "borrow_recv": True,
-                },
-                lambda result: result[0].release() if isinstance(result[0], deep_ep.DispatchRecvView) else None,
-            ),
         ],
         "deep_ep.EPBuffer.combine": [
             Call(

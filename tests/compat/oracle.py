@@ -132,7 +132,7 @@ class Expanded:
 def expanded(case: Case, alignment: int) -> list[Expanded]:
     """Every rank's."""
     out = []
-    for rank, mine in enumerate(normal(case, 1)):
+    for rank, mine in enumerate(normal(case)):
         result = Expanded([], [], [[-1] * case.topk_idx[0].shape[1] for _ in mine.src])
         for expert in range(case.local_experts):
             picks = [

@@ -74,6 +74,8 @@ UNSUPPORTED: dict[str, Callable[[Buffer], Any]] = {
     "agrs_*": lambda b: ElasticBuffer.get_agrs_buffer_size_hint(Alone(), 1),
     "all_gather": lambda b: ElasticBuffer(Alone()).all_gather(X),
     "ElasticBuffer.dispatch(handle=)": lambda b: expand_what_was_not(ElasticBuffer(Alone())),
+    "EPBuffer.dispatch(borrow_recv=True)": lambda b: deep_ep.EPBuffer(Alone()).dispatch(X, IDX, borrow_recv=True),
+    "DispatchRecvView": lambda b: deep_ep.buffers.recv_view.DispatchRecvView(b, X, IDX),  # type: ignore[attr-defined]
     "EngramBuffer": lambda b: deep_ep.EngramBuffer(Alone(), 1 << 21, 1 << 21, False, 1, 1),
     "PPBuffer": lambda b: deep_ep.PPBuffer(Alone(), 1 << 21, 1),
     "BucketBuffer": lambda b: deep_ep.BucketBuffer(Alone(), 1 << 21),

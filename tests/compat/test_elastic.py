@@ -28,7 +28,7 @@ def aligned(counts: list[int], alignment: int) -> list[int]:
 
 
 def check_common(handle: EPHandle, case: oracle.Case, rank: int, alignment: int, synced: bool) -> None:
-    want = oracle.normal(case, 1)[rank]
+    want = oracle.normal(case)[rank]
     assert (handle.num_experts, handle.expert_alignment) == (case.num_experts, alignment)
     assert handle.num_max_tokens_per_rank == TOKENS and handle.num_sms == 0
     assert torch.equal(handle.topk_idx, case.topk_idx[rank])
@@ -61,7 +61,7 @@ def test_without_expanding(seed: int, synced: bool) -> None:
 
     def body(group: Any) -> None:
         buffer = ElasticBuffer(group, num_max_tokens_per_rank=TOKENS, hidden=HIDDEN, num_topk=4)
-        rank, want = buffer.rank_idx, oracle.normal(case, 1)[buffer.rank_idx]
+        rank, want = buffer.rank_idx, oracle.normal(case)[buffer.rank_idx]
         x, rows = case.x[rank], len(want.src)
         stats = torch.full((case.local_experts,), 3, dtype=torch.int32)
         recv_x, idx, weights, handle, event = buffer.dispatch(
@@ -181,7 +181,7 @@ def test_scales_travel_in_rows_or_columns(expand: bool, by_column: bool, kind: s
     def body(group: Any) -> None:
         buffer = ElasticBuffer(group, num_max_tokens_per_rank=TOKENS, use_fp8_dispatch=True)
         rank = buffer.rank_idx
-        src = [o[:2] for o in oracle.expanded(case, 1)[rank].rows if o] if expand else oracle.normal(case, 1)[rank].src
+        src = [o[:2] for o in oracle.expanded(case, 1)[rank].rows if o] if expand else oracle.normal(case)[rank].src
         options = {"do_expand": expand, "use_tma_aligned_col_major_sf": by_column}
         sent = (rows[rank], scales[rank])
         made = buffer.dispatch(sent, case.topk_idx[rank], num_experts=case.num_experts, **options)

@@ -337,7 +337,7 @@ def test_a_late_hook_waits_for_the_stream_that_has_received(monkeypatch: pytest.
 
 def test_normal_and_low_latency_calls_take_turns_on_one_buffer() -> None:
     case = oracle.random_case(4, ranks=2, hidden=HIDDEN, most=TOKENS)
-    wants = oracle.normal(case, 10)
+    wants = oracle.normal(case)
 
     def body(group: Any) -> None:
         buffer = Buffer(group, low_latency_mode=True)

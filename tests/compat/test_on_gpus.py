@@ -143,7 +143,7 @@ def to_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 def elastic(buffer: ElasticBuffer | EPBuffer, case: oracle.Case, rank: int, device: torch.device) -> None:
     x, idx, weights = on(device, case, rank)
-    flat, expanded = oracle.normal(case, 1)[rank], oracle.expanded(case, 8)[rank]
+    flat, expanded = oracle.normal(case)[rank], oracle.expanded(case, 8)[rank]
     for expand in (False, True):
         src = [o[:2] if o else None for o in expanded.rows] if expand else flat.src
         for sync in (True, False):
@@ -184,7 +184,7 @@ def deferred(buffer: EPBuffer, case: oracle.Case, rank: int, device: torch.devic
     how = {"async_with_compute_stream": True, "defer_epilogue": True}
     event = buffer.dispatch(x, idx, weights, num_experts=case.num_experts, **how)
     recv_x, recv_idx, _, handle = event.wait()
-    want = oracle.normal(case, 1)[rank]
+    want = oracle.normal(case)[rank]
     assert torch.equal(recv_x.cpu(), oracle.rows(case, want.src)) and recv_idx.tolist() == want.recv_topk_idx
     combined, none = buffer.combine(recv_x, handle, **how).wait()
     exact = want.is_token_in_rank.sum(1, keepdim=True) * case.x[rank].float()

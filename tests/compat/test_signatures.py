@@ -100,7 +100,7 @@ HYBRID = {
     "HybridEPBuffer.combine_with_unpermute": "self hidden probs=None handle=None pad_multiple=None"
     " fuse_unpermute_combine=False num_dispatched_tokens=None",
 }
-# deep_ep 2.5.0 (2578e50a), deep_ep/buffers/{ep,allocator,base,recv_view}.py, and deep_ep/comm, whose calls are methods.
+# deep_ep 2.5.0 (2578e50a), deep_ep/buffers/{ep,allocator,base}.py, and deep_ep/comm, whose calls are methods.
 DEFERRED = "previous_event=None async_with_compute_stream=False allocate_on_comm_stream=False"
 EP = {
     "EPBuffer": f"group num_bytes=None {MOE} lb_allocation_plan_or_num_bytes=0 deterministic=False"
@@ -128,9 +128,6 @@ EP = {
     "EPBuffer.lb_reduce_grads": "self redundant_expert_grads expert_grads redundancy_mapping num_sms=0"
     " previous_event=None",
     "EPBuffer.print_memory_usage": "self",
-    "DispatchRecvView": "owner slab row_indices",
-    "DispatchRecvView.wait": "self",
-    "DispatchRecvView.release": "self consumer_streams",
     "BufferAllocator": "",
     "BufferAllocator.allocate": "self shape dtype",
     "BufferAllocator.materialize": "self storage",

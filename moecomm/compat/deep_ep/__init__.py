@@ -22,6 +22,7 @@ What deep_ep has and this has not; each raises Unsupported, or differs as it say
 | `ElasticBuffer.dispatch(handle=)` with another `do_expand` | the handle's |
 | `ElasticBuffer`: `recv_topk_weights` beside `recv_topk_idx == -1` | 0 |
 | `EngramBuffer`, `PPBuffer` | nothing |
+| `EPBuffer.dispatch(borrow_recv=True)`, `DispatchRecvView` | nothing: rows are in the window without it, too |
 | `BucketBuffer`, `BucketSession` | a `moecomm.Window`, or torch.distributed |
 | `comm.NCCLCommHandle`, `comm.get_nccl_comm_handle` | nothing: a buffer makes no communicator of NCCL |
 | `utils.envs`, but sizes of domains; `utils.find_pkgs`, `utils.gate`, `utils.math`, `utils.refs`, | nothing |
@@ -53,7 +54,6 @@ from moecomm.compat.deep_ep.ep import BucketBuffer, BucketSession, EngramBuffer,
 from moecomm.compat.deep_ep.ep_handle import EPHandle
 from moecomm.compat.deep_ep.event import EventHandle, EventOverlap
 from moecomm.compat.deep_ep.hybrid import HybridEPBuffer, indices_to_map
-from moecomm.compat.deep_ep.recv_view import DispatchRecvView
 
 __version__ = "2.1.0"  # of the interface
 topk_idx_t = torch.int64
@@ -64,7 +64,6 @@ __all__ = [
     "BufferAllocator",
     "BufferBase",
     "Config",
-    "DispatchRecvView",
     "EPBuffer",
     "EPHandle",
     "ElasticBuffer",

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from moecomm.base.validation import check_flag, check_flags, check_integer
+from moecomm.base.validation import check_flags, check_integer
 from moecomm.compat.deep_ep import comm, redundant
 from moecomm.compat.deep_ep.allocator import BufferAllocator, planned
 from moecomm.compat.deep_ep.base import BufferBase
@@ -24,8 +24,7 @@ from moecomm.compat.deep_ep.elastic_rounds import (
 )
 from moecomm.compat.deep_ep.ep_handle import EPHandle
 from moecomm.compat.deep_ep.event import EventOverlap, finished, wait_for
-from moecomm.compat.deep_ep.pool import counted_by_pool, not_here
-from moecomm.compat.deep_ep.recv_view import DispatchRecvView
+from moecomm.compat.deep_ep.pool import counted_by_pool, not_here, refuse
 from moecomm.compat.names import takes
 from moecomm.errors import BadInput
 from moecomm.window import Window
@@ -42,8 +41,6 @@ class EPBuffer(ElasticRounds):
     redundant experts, which `lb_storage` and the tensors of a plan are views of.
     """
 
-    view: DispatchRecvView | None = None  # that is not released yet
-
     @takes(f"group num_bytes=None {SIZES} lb_allocation_plan_or_num_bytes=0 {SETTINGS} sl_idx=None {LIMITS}")
     def __init__(self, *, lb_allocation_plan_or_num_bytes: BufferAllocator | int, **given: Any) -> None:
         plan, self.num_lb_bytes = planned("lb_allocation_plan_or_num_bytes", lb_allocation_plan_or_num_bytes)
@@ -56,12 +53,7 @@ class EPBuffer(ElasticRounds):
                 plan.materialize(self._redundant.local)
 
     def destroy(self) -> None:
-        """Give the memory back.  Idempotent, and allowed without `explicitly_destroy` too.
-
-        Raises:
-            BadInput: a DispatchRecvView is not released.
-        """
-        self._check_released()
+        """Give the memory back.  Idempotent, and allowed without `explicitly_destroy` too."""
         super().destroy()
         if self._redundant is not None:
             self._redundant.close()
@@ -91,24 +83,13 @@ class EPBuffer(ElasticRounds):
         """recv_x or (recv_x, recv_sf), recv_topk_idx, recv_topk_weights, handle, event.
 
         With `defer_epilogue` an event alone, whose wait returns the other four.  The rows have been received when this
-        returns, with and without it.  With `borrow_recv` recv_x is a DispatchRecvView, whose indices take a small
-        kernel; without it, rows are in the window as well.
+        returns, with and without it.
         """
-        self._check_released()
         _check_deferred(defer_epilogue, given["async_with_compute_stream"])
-        if borrow_recv is not False:
-            self._check_borrow(borrow_recv, defer_epilogue, **given)
+        refuse("deep_ep", borrow_recv=borrow_recv)
         if do_handle_copy is not False:
             raise BadInput("do_handle_copy", do_handle_copy, "False: a handle has the caller's topk_idx")
         made = self._dispatch(events=(previous_event,), do_handle_copy=False, **given)
-        if borrow_recv:
-            slab, *others, event = made
-            view = self.view = DispatchRecvView(self, slab, torch.arange(len(slab), device=slab.device))
-            if event.event is None:
-                view.mark_ready()
-            else:
-                event.register_hook_after_wait(view.mark_ready)
-            return view, *others, event
         return _deferred(made) if defer_epilogue else made
 
     @counted_by_pool
@@ -119,7 +100,6 @@ class EPBuffer(ElasticRounds):
         With `defer_epilogue` an event alone, whose wait returns the other two.  The rows have been added up when this
         returns, with and without it.
         """
-        self._check_released()
         _check_deferred(defer_epilogue, given["async_with_compute_stream"])
         made = self._combine(events=(previous_event,), **given)
         return _deferred(made) if defer_epilogue else made
@@ -182,20 +162,6 @@ class EPBuffer(ElasticRounds):
         there, here = [redundant_expert_grads], [expert_grads]
         return self._exchange("grads", "lb_reduce_grads", there, here, redundancy_mapping, num_sms, previous_event)
 
-    def _check_released(self) -> None:
-        if self.view is not None:
-            raise BadInput("DispatchRecvView", "one that is not released", "view.release() before another call")
-
-    def _check_borrow(
-        self, borrow_recv: bool, defers: bool, x: Any, handle: Any, do_expand: bool, do_cpu_sync: Any, **_: Any
-    ) -> None:
-        check_flag("borrow_recv", borrow_recv)
-        again = handle is not None or do_expand or defers or do_cpu_sync is False
-        plain = isinstance(x, torch.Tensor) and x.dtype is torch.bfloat16
-        if again or not plain or self.num_scaleout_ranks != 1 or self.num_rdma_ranks != 1:
-            want = "bfloat16 rows in one domain, without handle, do_expand, defer_epilogue and do_cpu_sync=False"
-            raise BadInput("borrow_recv", True, want)
-
     def _exchange(
         self,
         what: Literal["weights", "grads"],
@@ -206,7 +172,6 @@ class EPBuffer(ElasticRounds):
         num_sms: Any,
         previous_event: Any,
     ) -> EventOverlap:
-        self._check_released()
         self._pool.require_open()
         if (region := self._redundant) is None:
             raise BadInput("lb_allocation_plan_or_num_bytes", 0, f"a region for redundant experts, for {call}")
