@@ -255,16 +255,3 @@ def test_attributes_are_those_of_deep_ep() -> None:
     assert deep_ep.Buffer.num_sms == 20
     assert str(deep_ep.topk_idx_t) == "torch.int64"
     assert set(deep_ep.__all__) == {name for name in vars(deep_ep) if name in deep_ep.__all__}
-
-
-def test_arguments_are_refused_as_python_does() -> None:
-    buffer = deep_ep.ElasticBuffer("self")
-    for args, named, match in (
-        ((), {}, "missing"),
-        ((1,), {"x": 2, "handle": None}, "multiple values"),
-        ((1, None), {"other": 3}, "unexpected keyword"),
-        (tuple(range(30)), {}, "too many positional"),
-    ):
-        with pytest.raises(TypeError, match=match):
-            buffer.combine(*args, **named)
-    buffer.destroy()

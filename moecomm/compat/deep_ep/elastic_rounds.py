@@ -30,7 +30,6 @@ from moecomm.compat.deep_ep.pool import (
     not_here,
     refuse,
 )
-from moecomm.compat.names import takes
 from moecomm.dispatch.routed import Routed
 from moecomm.dispatch.tables import kept
 from moecomm.errors import BadInput, Unsupported
@@ -49,39 +48,23 @@ _Room = tuple[Buffer, int | None, dispatch.Options]  # for what rows to make roo
 _WEIGHTS_HIDDEN = 8  # columns of the rows that routing weights travel beside: 16 bytes, the least there is
 
 
-# Parameters of calls: those of a constructor, a dispatch and a combine that both versions have in the same places.
-SIZES = "num_max_tokens_per_rank=0 hidden=0 num_topk=0 use_fp8_dispatch=False"
-SETTINGS = "deterministic=False allow_hybrid_mode=True allow_multiple_reduction=True prefer_overlap_with_compute=True"
-LIMITS = "num_allocated_qps=0 num_cpu_timeout_secs=300 num_gpu_timeout_secs=100 explicitly_destroy=False"
-DISPATCH = (
-    "x topk_idx=None topk_weights=None cumulative_local_expert_recv_stats=None num_experts=None"
-    " num_max_tokens_per_rank=None expert_alignment=None num_sms=0 num_qps=0 previous_event=None"
-)
-COMBINE = "x handle topk_weights=None bias=None num_sms=0 num_qps=0 previous_event=None"
-SMS = "num_experts num_topk num_scaleout_topk=0 rdma_gbs=0 nvlink_gbs=0"
-STREAMS = "async_with_compute_stream=False allocate_on_comm_stream=False"
-ROWS = "do_cpu_sync=None do_expand=False do_zero_padding=False use_tma_aligned_col_major_sf=False"
-
-
 class ElasticRounds(BufferBase):
     """Rounds of deep_ep 2.  See ElasticBuffer for the arguments."""
 
     def __init__(
         self,
         group: Any,
-        *,
         num_bytes: int | None,
         num_max_tokens_per_rank: int,
         hidden: int,
         num_topk: int,
+        deterministic: bool,
+        allow_hybrid_mode: bool,
         allow_multiple_reduction: bool,
         prefer_overlap_with_compute: bool,
         num_allocated_qps: int,
-        num_gpu_timeout_secs: int,
-        deterministic: bool,
-        allow_hybrid_mode: bool,
+        num_gpu_timeout_secs: float,
         explicitly_destroy: bool,
-        **_: Any,
     ) -> None:
         if group is None:
             raise BadInput("group", "None", "a process group")
@@ -159,7 +142,6 @@ class ElasticRounds(BufferBase):
     def _dispatch(
         self,
         x: Any,
-        *,
         topk_idx: torch.Tensor | None,
         topk_weights: torch.Tensor | None,
         cumulative_local_expert_recv_stats: torch.Tensor | None,
@@ -167,7 +149,6 @@ class ElasticRounds(BufferBase):
         num_max_tokens_per_rank: int | None,
         expert_alignment: int | None,
         num_sms: int,
-        events: tuple[Any, ...],
         async_with_compute_stream: bool,
         handle: EPHandle | None,
         do_handle_copy: bool,
@@ -175,10 +156,7 @@ class ElasticRounds(BufferBase):
         do_expand: bool,
         do_zero_padding: bool,
         use_tma_aligned_col_major_sf: bool,
-        **_: Any,
     ) -> tuple[Any, torch.Tensor | None, torch.Tensor | None, EPHandle, EventOverlap]:
-        for previous in events:
-            wait_for(previous)
         flags = {type(do_expand), type(do_zero_padding), type(do_handle_copy), type(async_with_compute_stream)}
         if flags != {bool}:
             check_flags(
@@ -256,17 +234,12 @@ class ElasticRounds(BufferBase):
     def _combine(
         self,
         x: torch.Tensor,
-        *,
         handle: EPHandle,
         topk_weights: torch.Tensor | None,
         bias: Any,
         num_sms: int,
-        events: tuple[Any, ...],
         async_with_compute_stream: bool,
-        **_: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
-        for previous in events:
-            wait_for(previous)
         if async_with_compute_stream is not False:
             check_flag("async_with_compute_stream", async_with_compute_stream)
         check_dimensions("x", x, "rows", "hidden")
@@ -350,40 +323,128 @@ class ElasticBuffer(ElasticRounds):
     nothing, nor do the settings for RDMA.
     """
 
-    @takes(f"group num_bytes=None num_cpu_bytes=0 {SIZES} {SETTINGS} sl_idx=3 {LIMITS}")
-    def __init__(self, *, num_cpu_bytes: int, **given: Any) -> None:
+    def __init__(
+        self,
+        group: Any,
+        num_bytes: int | None = None,
+        num_cpu_bytes: int = 0,
+        num_max_tokens_per_rank: int = 0,
+        hidden: int = 0,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        deterministic: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+        prefer_overlap_with_compute: bool = True,
+        sl_idx: int = 3,
+        num_allocated_qps: int = 0,
+        num_cpu_timeout_secs: float = 300,
+        num_gpu_timeout_secs: float = 100,
+        explicitly_destroy: bool = False,
+    ) -> None:
         refuse("deep_ep", num_cpu_bytes=num_cpu_bytes)
-        super().__init__(**given)
+        super().__init__(
+            group,
+            num_bytes,
+            num_max_tokens_per_rank,
+            hidden,
+            num_topk,
+            deterministic,
+            allow_hybrid_mode,
+            allow_multiple_reduction,
+            prefer_overlap_with_compute,
+            num_allocated_qps,
+            num_gpu_timeout_secs,
+            explicitly_destroy,
+        )
 
     @counted_by_pool
-    @takes("use_comm_stream=True with_cpu_sync=False sequential=True")
-    def barrier(self, **_: bool) -> None:
+    def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
         """Return when the work before it is done on every rank: the host waits, with or without `with_cpu_sync`."""
         self._barrier()
 
-    @takes(f"{SMS} sm_read_gbs=200 sm_write_gbs=50")
-    def get_theoretical_num_sms(self, **_: float) -> int:
+    def get_theoretical_num_sms(
+        self,
+        num_experts: int,
+        num_topk: int,
+        num_scaleout_topk: int = 0,
+        rdma_gbs: float = 0,
+        nvlink_gbs: float = 0,
+        sm_read_gbs: float = 200,
+        sm_write_gbs: float = 50,
+    ) -> int:
         """Return few or many SMs, as `prefer_overlap_with_compute` asks; num_sms=0 lets moecomm's own table decide."""
         return self._theoretical_num_sms()
 
     @counted_by_pool
-    @takes(f"{DISPATCH} previous_event_before_epilogue=None {STREAMS} handle=None do_handle_copy=True {ROWS}")
-    def dispatch(self, *, previous_event: Any, previous_event_before_epilogue: Any, **given: Any) -> Any:
+    def dispatch(
+        self,
+        x: Any,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+        num_experts: int | None = None,
+        num_max_tokens_per_rank: int | None = None,
+        expert_alignment: int | None = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: Any = None,
+        previous_event_before_epilogue: Any = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+        handle: EPHandle | None = None,
+        do_handle_copy: bool = True,
+        do_cpu_sync: bool | None = None,
+        do_expand: bool = False,
+        do_zero_padding: bool = False,
+        use_tma_aligned_col_major_sf: bool = False,
+    ) -> tuple[Any, torch.Tensor | None, torch.Tensor | None, EPHandle, EventOverlap]:
         """recv_x or (recv_x, recv_sf), recv_topk_idx, recv_topk_weights, handle, event.
 
         `do_zero_padding`, `do_handle_copy` and the statistics take a small kernel or two of their own; `topk_weights`
         beside `handle` a small round.
         """
-        return self._dispatch(events=(previous_event, previous_event_before_epilogue), **given)
+        wait_for(previous_event)
+        wait_for(previous_event_before_epilogue)
+        return self._dispatch(
+            x,
+            topk_idx,
+            topk_weights,
+            cumulative_local_expert_recv_stats,
+            num_experts,
+            num_max_tokens_per_rank,
+            expert_alignment,
+            num_sms,
+            async_with_compute_stream,
+            handle,
+            do_handle_copy,
+            do_cpu_sync,
+            do_expand,
+            do_zero_padding,
+            use_tma_aligned_col_major_sf,
+        )
 
     @counted_by_pool
-    @takes(f"{COMBINE} previous_event_before_epilogue=None {STREAMS}")
-    def combine(self, *, previous_event: Any, previous_event_before_epilogue: Any, **given: Any) -> Any:
+    def combine(
+        self,
+        x: torch.Tensor,
+        handle: EPHandle,
+        topk_weights: torch.Tensor | None = None,
+        bias: Any = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: Any = None,
+        previous_event_before_epilogue: Any = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
         """combined_x, combined_topk_weights (None without `topk_weights`), event.  Rows are added without weights.
 
         Two biases are added up first, in float32, by a few kernels of their own.
         """
-        return self._combine(events=(previous_event, previous_event_before_epilogue), **given)
+        wait_for(previous_event)
+        wait_for(previous_event_before_epilogue)
+        return self._combine(x, handle, topk_weights, bias, num_sms, async_with_compute_stream)
 
 
 # Names of deep_ep's experiments: memory of others' entries, pipelines, and collectives.

@@ -11,21 +11,10 @@ from moecomm.base.validation import check_flags, check_integer
 from moecomm.compat.deep_ep import comm, redundant
 from moecomm.compat.deep_ep.allocator import BufferAllocator, planned
 from moecomm.compat.deep_ep.base import BufferBase
-from moecomm.compat.deep_ep.elastic_rounds import (
-    COMBINE,
-    DISPATCH,
-    LIMITS,
-    ROWS,
-    SETTINGS,
-    SIZES,
-    SMS,
-    STREAMS,
-    ElasticRounds,
-)
+from moecomm.compat.deep_ep.elastic_rounds import ElasticRounds
 from moecomm.compat.deep_ep.ep_handle import EPHandle
 from moecomm.compat.deep_ep.event import EventOverlap, finished, wait_for
 from moecomm.compat.deep_ep.pool import counted_by_pool, not_here, refuse
-from moecomm.compat.names import takes
 from moecomm.errors import BadInput
 from moecomm.window import Window
 
@@ -41,14 +30,43 @@ class EPBuffer(ElasticRounds):
     redundant experts, which `lb_storage` and the tensors of a plan are views of.
     """
 
-    @takes(f"group num_bytes=None {SIZES} lb_allocation_plan_or_num_bytes=0 {SETTINGS} sl_idx=None {LIMITS}")
-    def __init__(self, *, lb_allocation_plan_or_num_bytes: BufferAllocator | int, **given: Any) -> None:
+    def __init__(
+        self,
+        group: Any,
+        num_bytes: int | None = None,
+        num_max_tokens_per_rank: int = 0,
+        hidden: int = 0,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        lb_allocation_plan_or_num_bytes: BufferAllocator | int = 0,
+        deterministic: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+        prefer_overlap_with_compute: bool = True,
+        sl_idx: int | None = None,
+        num_allocated_qps: int = 0,
+        num_cpu_timeout_secs: float = 300,
+        num_gpu_timeout_secs: float = 100,
+        explicitly_destroy: bool = False,
+    ) -> None:
         plan, self.num_lb_bytes = planned("lb_allocation_plan_or_num_bytes", lb_allocation_plan_or_num_bytes)
-        super().__init__(**given)
+        super().__init__(
+            group,
+            num_bytes,
+            num_max_tokens_per_rank,
+            hidden,
+            num_topk,
+            deterministic,
+            allow_hybrid_mode,
+            allow_multiple_reduction,
+            prefer_overlap_with_compute,
+            num_allocated_qps,
+            num_gpu_timeout_secs,
+            explicitly_destroy,
+        )
         self._redundant: Window | None = None
         if self.num_lb_bytes:
-            timeout_s = float(given["num_gpu_timeout_secs"])
-            self._redundant = Window(self.group, self.num_lb_bytes, timeout_s=timeout_s)
+            self._redundant = Window(group, self.num_lb_bytes, timeout_s=float(num_gpu_timeout_secs))
             if plan is not None:
                 plan.materialize(self._redundant.local)
 
@@ -64,45 +82,106 @@ class EPBuffer(ElasticRounds):
         return None if self._redundant is None else self._redundant.local
 
     @counted_by_pool
-    @takes("wait_comm_stream=True with_cpu_sync=False sequential=True context_idx=None")
-    def barrier(self, *, context_idx: int | None, **_: bool) -> None:
+    def barrier(
+        self,
+        wait_comm_stream: bool = True,
+        with_cpu_sync: bool = False,
+        sequential: bool = True,
+        context_idx: int | None = None,
+    ) -> None:
         """Return when the work before it is done on every rank: see `comm.barrier`."""
         comm.check_context(context_idx)
         self._barrier()
 
-    @takes(f"{SMS} sm_read_gbs=0 sm_write_gbs=0")
-    def get_theoretical_num_sms(self, **_: float) -> int:
+    def get_theoretical_num_sms(
+        self,
+        num_experts: int,
+        num_topk: int,
+        num_scaleout_topk: int = 0,
+        rdma_gbs: float = 0,
+        nvlink_gbs: float = 0,
+        sm_read_gbs: float = 0,
+        sm_write_gbs: float = 0,
+    ) -> int:
         """Return few or many SMs, as `prefer_overlap_with_compute` asks; num_sms=0 lets moecomm's own table decide."""
         return self._theoretical_num_sms()
 
     @counted_by_pool
-    @takes(f"{DISPATCH} {STREAMS} handle=None do_handle_copy=False {ROWS} defer_epilogue=False borrow_recv=False")
     def dispatch(
-        self, *, previous_event: Any, do_handle_copy: bool, defer_epilogue: bool, borrow_recv: bool, **given: Any
+        self,
+        x: Any,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+        num_experts: int | None = None,
+        num_max_tokens_per_rank: int | None = None,
+        expert_alignment: int | None = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: Any = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+        handle: EPHandle | None = None,
+        do_handle_copy: bool = False,
+        do_cpu_sync: bool | None = None,
+        do_expand: bool = False,
+        do_zero_padding: bool = False,
+        use_tma_aligned_col_major_sf: bool = False,
+        defer_epilogue: bool = False,
+        borrow_recv: bool = False,
     ) -> Any:
         """recv_x or (recv_x, recv_sf), recv_topk_idx, recv_topk_weights, handle, event.
 
         With `defer_epilogue` an event alone, whose wait returns the other four.  The rows have been received when this
         returns, with and without it.
         """
-        _check_deferred(defer_epilogue, given["async_with_compute_stream"])
+        _check_deferred(defer_epilogue, async_with_compute_stream)
         refuse("deep_ep", borrow_recv=borrow_recv)
         if do_handle_copy is not False:
             raise BadInput("do_handle_copy", do_handle_copy, "False: a handle has the caller's topk_idx")
-        made = self._dispatch(events=(previous_event,), do_handle_copy=False, **given)
-        return _deferred(made) if defer_epilogue else made
+        wait_for(previous_event)
+        results = self._dispatch(
+            x,
+            topk_idx,
+            topk_weights,
+            cumulative_local_expert_recv_stats,
+            num_experts,
+            num_max_tokens_per_rank,
+            expert_alignment,
+            num_sms,
+            async_with_compute_stream,
+            handle,
+            do_handle_copy,
+            do_cpu_sync,
+            do_expand,
+            do_zero_padding,
+            use_tma_aligned_col_major_sf,
+        )
+        return _deferred(results) if defer_epilogue else results
 
     @counted_by_pool
-    @takes(f"{COMBINE} {STREAMS} defer_epilogue=False")
-    def combine(self, *, previous_event: Any, defer_epilogue: bool, **given: Any) -> Any:
+    def combine(
+        self,
+        x: torch.Tensor,
+        handle: EPHandle,
+        topk_weights: torch.Tensor | None = None,
+        bias: Any = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: Any = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+        defer_epilogue: bool = False,
+    ) -> Any:
         """combined_x, combined_topk_weights (None without `topk_weights`), event.  Rows are added without weights.
 
         With `defer_epilogue` an event alone, whose wait returns the other two.  The rows have been added up when this
         returns, with and without it.
         """
-        _check_deferred(defer_epilogue, given["async_with_compute_stream"])
-        made = self._combine(events=(previous_event,), **given)
-        return _deferred(made) if defer_epilogue else made
+        _check_deferred(defer_epilogue, async_with_compute_stream)
+        wait_for(previous_event)
+        results = self._combine(x, handle, topk_weights, bias, num_sms, async_with_compute_stream)
+        return _deferred(results) if defer_epilogue else results
 
     def lb_get_theoretical_num_sms(self) -> int:
         """0: weights travel by copy engines, and torch's additions choose their own SMs."""

@@ -16,7 +16,6 @@ from moecomm.compat.deep_ep.config import check_even_sms
 from moecomm.compat.deep_ep.event import EventOverlap, uses_cuda
 from moecomm.compat.deep_ep.low_latency import LOW_LATENCY_NAMES, LowLatency, LowLatencyHandle, write_mask
 from moecomm.compat.deep_ep.pool import Pool, check_dimensions, not_here, refuse
-from moecomm.compat.names import takes
 from moecomm.compat.nixl_ep.meeting import meet
 from moecomm.errors import BadInput, Closed, Unsupported
 
@@ -223,45 +222,69 @@ class Buffer(Bound):
         elif named:
             self._coming = self._coming or self._store()
 
-    @takes(
-        "x topk_idx num_max_dispatch_tokens_per_rank num_experts=None cumulative_local_expert_recv_stats=None"
-        " dispatch_wait_recv_cost_stats=None use_fp8=True round_scale=False use_ue8m0=False async_finish=False"
-        " return_recv_hook=False"
-    )
     def low_latency_dispatch(
-        self, *, topk_idx: torch.Tensor, num_experts: int | None, dispatch_wait_recv_cost_stats: Any, **given: Any
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int | None = None,
+        cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+        dispatch_wait_recv_cost_stats: torch.Tensor | None = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
     ) -> tuple[Any, torch.Tensor, LowLatencyHandle, EventOverlap, Callable[[], None] | None]:
         """recv_x or (recv_x, scales), recv_count, handle, event, hook, as deep_ep's; R is the ranks that have met.
 
         `num_experts`: no less than those of the connected ranks.
         """
         refuse("nixl_ep", dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats)
-        experts, met = self._experts_per_rank, self._ranks()
+        experts, met, most = self._experts_per_rank, self._ranks(), num_max_dispatch_tokens_per_rank
         check_dimensions("topk_idx", topk_idx, "tokens", "topk")
         if num_experts is not None:
             least = (max(self._connected) + 1) * experts
             check_integer("num_experts", num_experts, least, self.group_size * experts)
-        ids = met.ids(topk_idx, experts)
         if met is self._alone:  # shapes are those of rounds with the others
-            most = "num_max_dispatch_tokens_per_rank"
-            check_integer(most, given[most], 1)
-            given[most] *= len(self._connected) if self._met is None or self._coming else self._met.group_size
-        result = met.low_latency_dispatch(topk_idx=ids, num_experts=met.group_size * experts, **given)
+            check_integer("num_max_dispatch_tokens_per_rank", most, 1)
+            most *= len(self._connected) if self._met is None or self._coming else self._met.group_size
+        result = met.low_latency_dispatch(
+            x,
+            met.ids(topk_idx, experts),
+            most,
+            met.group_size * experts,
+            cumulative_local_expert_recv_stats,
+            None,
+            use_fp8,
+            round_scale,
+            use_ue8m0,
+            async_finish,
+            return_recv_hook,
+        )
         result[2].given = topk_idx  # type: ignore[attr-defined]
         return result
 
-    @takes(
-        "x topk_idx topk_weights handle use_logfmt=False zero_copy=False async_finish=False return_recv_hook=False"
-        " out=None combine_wait_recv_cost_stats=None"
-    )
     def low_latency_combine(
-        self, *, topk_idx: torch.Tensor, handle: Any, combine_wait_recv_cost_stats: Any, **given: Any
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        handle: Any,
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: torch.Tensor | None = None,
+        combine_wait_recv_cost_stats: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, EventOverlap, Callable[[], None] | None]:
         """combined_x, event, hook, as deep_ep's."""
         refuse("nixl_ep", combine_wait_recv_cost_stats=combine_wait_recv_cost_stats)
         if topk_idx is getattr(handle, "given", None):
             topk_idx = handle.topk_idx
-        return self._ranks_of(handle).low_latency_combine(topk_idx=topk_idx, handle=handle, **given)
+        return self._ranks_of(handle).low_latency_combine(
+            x, topk_idx, topk_weights, handle, use_logfmt, zero_copy, async_finish, return_recv_hook, out
+        )
 
     dispatch, combine = low_latency_dispatch, low_latency_combine
     get_dispatch_layout = staticmethod(not_here("get_dispatch_layout", _INSTEAD))

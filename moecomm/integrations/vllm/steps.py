@@ -12,7 +12,6 @@ from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_enabled
 
 from moecomm import _native
 from moecomm import combine as combining
-from moecomm.compat.names import takes
 from moecomm.dispatch.routed import Handle
 from moecomm.errors import BadInput, Unsupported
 from moecomm.integrations.vllm.managers import OpenedBuffers
@@ -108,18 +107,44 @@ class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[
         """True."""
         return True
 
-    @takes(
-        "a1 topk_weights topk_ids num_experts expert_map apply_router_weight_on_input quant_config"
-        " defer_input_quant=False"
-    )
-    def prepare(self, **given: Any) -> Any:
+    def prepare(
+        self,
+        a1: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        num_experts: int,
+        expert_map: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: Any,
+        defer_input_quant: bool = False,
+    ) -> Any:
         """Rows, scales, counts, ids and weights: see prepare_async().  Collective."""
-        return _ended(self.prepare_async(**given))
+        steps = self.prepare_async(
+            a1,
+            topk_weights,
+            topk_ids,
+            num_experts,
+            expert_map,
+            apply_router_weight_on_input,
+            quant_config,
+            defer_input_quant,
+        )
+        return _ended(steps)
 
-    @takes("output fused_expert_output topk_weights topk_ids apply_router_weight_on_input weight_and_reduce_impl")
-    def finalize(self, **given: Any) -> None:
+    def finalize(
+        self,
+        output: torch.Tensor,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: Any,
+    ) -> None:
         """`output` `[T, H]` of the dtype of the rows, written in place, with the weights of prepare().  Collective."""
-        _ended(self.finalize_async(**given))
+        steps = self.finalize_async(
+            output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input, weight_and_reduce_impl
+        )
+        _ended(steps)
 
 
 def _ended(steps: Any) -> Any:
