@@ -14,8 +14,7 @@ import torch
 import moecomm
 from moecomm import _native, backends
 from moecomm.base.protocol import LAYOUTS
-from moecomm.compat.deep_ep.pool import _MORE_TOKENS
-from moecomm.compat.deep_ep.room import batched_room, room_for
+from moecomm.compat.deep_ep.pool import _MORE_TOKENS, batched_room, room_for
 from moecomm.dispatch import finish, run
 from moecomm.dispatch.routed import ChunkedHandle
 from moecomm.errors import TooManyRows

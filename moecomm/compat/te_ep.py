@@ -25,16 +25,8 @@ from moecomm import combine as combining
 from moecomm.base.arrays import check_tensor
 from moecomm.base.bound import Bound
 from moecomm.base.validation import MOST_SIZE, check_alignment, check_flags, check_integer
-from moecomm.compat.deep_ep.budget import within_budgets
-from moecomm.compat.deep_ep.pool import (
-    Pool,
-    check_dimensions,
-    check_experts,
-    counted_by_pool,
-    described,
-    limit_of,
-    refuse,
-)
+from moecomm.compat.deep_ep.arguments import check_dimensions, check_experts, described, limit_of, refuse
+from moecomm.compat.deep_ep.pool import Pool, counted_by_pool, within_budgets
 from moecomm.dispatch import Options, Request, dispatch
 from moecomm.dispatch.routed import Handle
 from moecomm.dispatch.tables import kept

@@ -13,7 +13,7 @@ import torch
 import moecomm
 from moecomm.compat import deep_ep
 from moecomm.compat.deep_ep import Buffer, Config, ElasticBuffer, HybridEPBuffer
-from moecomm.compat.deep_ep.elastic_rounds import EXPERIMENTS
+from moecomm.compat.deep_ep.elastic import EXPERIMENTS
 from moecomm.ranks.rendezvous import Alone
 
 STATS = torch.zeros(1, dtype=torch.int64)

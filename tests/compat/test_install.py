@@ -27,7 +27,7 @@ from deep_ep.utils.envs import get_physical_domain_size
 from deep_ep.comm.barrier import barrier
 assert get_physical_domain_size("self") == (1, 1) and barrier is deep_ep.comm.barrier
 offered = {name: getattr(module, name) for name in (*module.__all__, "indices_to_map")}
-for path, names in module.paths.PATHS.items():
+for path, names in module.PATHS.items():
     under = importlib.import_module(f"deep_ep.{path}".rstrip("."))
     assert under is (module.MODULES[path] if path else module)
     for name in names.split():

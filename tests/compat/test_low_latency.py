@@ -12,7 +12,7 @@ import torch
 
 import moecomm
 from moecomm import formats
-from moecomm.compat.deep_ep import Buffer, arrival, low_latency
+from moecomm.compat.deep_ep import Buffer, low_latency
 
 from ..backends.conftest import all_ranks
 from ..little_room import fixed_windows
@@ -315,7 +315,7 @@ def test_a_late_hook_waits_for_the_stream_that_has_received(monkeypatch: pytest.
             on.waits.append((on.stream, self.stream))
 
     on = threading.local()
-    monkeypatch.setattr(arrival, "EventHandle", Mark)
+    monkeypatch.setattr(low_latency, "EventHandle", Mark)
 
     def body(group: Any) -> None:
         buffer, x, ids = Buffer(group), torch.ones(2, HIDDEN, dtype=torch.bfloat16), torch.tensor([[0], [1]])

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import moecomm
 from moecomm.compat import nixl_ep
-from moecomm.compat.nixl_ep.meeting import meet
+from moecomm.compat.nixl_ep import meet
 
 from ..conftest import Ranks
 

@@ -15,7 +15,7 @@ from moecomm import _native, backends
 from moecomm.base import protocol
 from moecomm.base.validation import check_alignment
 from moecomm.buffer import elastic
-from moecomm.compat.deep_ep.pool import check_experts
+from moecomm.compat.deep_ep.arguments import check_experts
 from moecomm.fused import grouped_gemm, kernels, quantize_weights, weight_format
 from moecomm.fused.kernels import unfit
 from moecomm.gpu import limits

@@ -35,24 +35,31 @@ What deep_ep has and this has not; each raises Unsupported, or differs as it say
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
 
 import torch
 
-from moecomm.compat.deep_ep import comm, paths
-from moecomm.compat.deep_ep.allocator import (
+from moecomm.compat.deep_ep import comm
+from moecomm.compat.deep_ep.arguments import not_here
+from moecomm.compat.deep_ep.buffer import Buffer
+from moecomm.compat.deep_ep.comm import BufferBase, destroy_all_managed_nccl_comm
+from moecomm.compat.deep_ep.elastic import ElasticBuffer
+from moecomm.compat.deep_ep.ep import (
+    BucketBuffer,
+    BucketSession,
     BufferAllocator,
+    EngramBuffer,
+    EPBuffer,
+    PPBuffer,
     get_num_allocation_alignment,
     get_num_rdma_alignment,
     get_num_tma_alignment,
 )
-from moecomm.compat.deep_ep.base import BufferBase
-from moecomm.compat.deep_ep.buffer import Buffer
-from moecomm.compat.deep_ep.comm import destroy_all_managed_nccl_comm
-from moecomm.compat.deep_ep.config import Config
-from moecomm.compat.deep_ep.elastic_rounds import ElasticBuffer
-from moecomm.compat.deep_ep.ep import BucketBuffer, BucketSession, EngramBuffer, EPBuffer, PPBuffer
-from moecomm.compat.deep_ep.ep_handle import EPHandle
-from moecomm.compat.deep_ep.event import EventHandle, EventOverlap
+from moecomm.compat.deep_ep.event import Config, EventHandle, EventOverlap
+from moecomm.compat.deep_ep.handles import EPHandle
 from moecomm.compat.deep_ep.hybrid import HybridEPBuffer, indices_to_map
 
 __version__ = "2.1.0"  # of the interface
@@ -93,4 +100,68 @@ def get_logical_domain_size(group: object, allow_hybrid_mode: bool = True) -> tu
     return comm.get_logical_domain_size(group)
 
 
-MODULES = paths.modules(sys.modules[__name__], {**vars(comm), "indices_to_map": indices_to_map, **globals()})
+_COMM = "NCCLCommHandle destroy_all_managed_nccl_comm get_nccl_comm_handle"
+_SIZES = "get_logical_domain_size get_physical_domain_size"
+# Public names by module, of deep_ep 1.2.1, its branch hybrid-ep (94a9f8f), 2.1.0 (dd758ca) and 2.5.0 (2578e50a).
+PATHS = {
+    "": "BucketBuffer BucketSession Buffer BufferAllocator BufferBase Config EPBuffer EPHandle ElasticBuffer"
+    " EngramBuffer EventHandle EventOverlap HybridEPBuffer PPBuffer check_nccl_so comm destroy_all_managed_nccl_comm"
+    " find_cuda_home find_nccl_root get_num_allocation_alignment get_num_rdma_alignment get_num_tma_alignment init_jit"
+    f" topk_idx_t {_SIZES}",
+    "buffer": "Buffer",
+    "buffers": "",
+    "buffers.allocator": "BufferAllocator",
+    "buffers.base": "BufferBase",
+    "buffers.bucket": "BucketBuffer BucketSession",
+    "buffers.elastic": "EPHandle ElasticBuffer",
+    "buffers.engram": "EngramBuffer",
+    "buffers.ep": "EPBuffer EPHandle",
+    "buffers.legacy": "Buffer",
+    "buffers.pp": "PPBuffer",
+    "buffers.recv_view": "DispatchRecvView",
+    "comm": f"{_COMM} barrier get_comm_stream {_SIZES}",
+    "comm.barrier": "barrier",
+    "comm.handle": f"{_COMM} {_SIZES}",
+    "comm.stream": "get_comm_stream",
+    "hybrid_ep_buffer": "HybridEPBuffer indices_to_map",
+    "utils": "Config EventHandle EventOverlap check_nvlink_connections",
+    "utils.comm": _COMM,
+    "utils.envs": "EnvOverride check_fast_rdma_atomic_support check_nvlink_connections check_torch_deterministic"
+    " dist_print get_global_seed get_local_seed get_nvlink_gbs get_rdma_gbs get_sm_read_gbs get_sm_write_gbs init_dist"
+    f" init_seed {_SIZES}",
+    "utils.event": "EventHandle EventOverlap",
+    "utils.find_pkgs": "find_nccl_root find_nvshmem_root find_pkg_root get_nccl_lib_name",
+    "utils.gate": "generate_rank_count generate_topk_idx get_precise_unbalanced_scores get_random_unbalanced_scores"
+    " get_scores_by_factor get_unbalanced_scores map_unbalanced_ratio_to_factor",
+    "utils.math": "align calc_diff ceil_div count_bytes create_grouped_scores hash_tensor hash_tensors inplace_unique"
+    " per_token_cast_back per_token_cast_to_fp8 safe_div",
+    "utils.refs": "combine dispatch generate_pre_combine_data ordered_accumulate",
+    "utils.semantic": "value_or weak_lru",
+    "utils.testing": "bench bench_kineto empty_suppress flush_l2_cache parse_num_bytes suppress_stdout_stderr",
+}
+
+
+def _modules(package: ModuleType, answers: Mapping[str, Any]) -> dict[str, ModuleType]:
+    """Return the modules below `package`, by path.  Calls that `answers` lacks raise Unsupported, and name themselves.
+
+    Modules that the package has are taken as they are.
+    """
+    below = {"": package}
+    for path, names in PATHS.items():
+        module = below[path] = vars(package).get(path) or below.get(path) or ModuleType(f"deep_ep.{path}")
+        if module.__spec__ is None:  # which importlib.util.find_spec asks for
+            is_package = any(other.startswith(f"{path}.") for other in PATHS)
+            module.__spec__ = ModuleSpec(module.__name__, None, is_package=is_package)
+        for name in names.split():
+            if not hasattr(module, name):
+                whole = f"deep_ep.{path}.{name}" if path else f"deep_ep.{name}"
+                setattr(module, name, answers[name] if name in answers else not_here(whole))
+    for path in PATHS:
+        parent, _, last = path.rpartition(".")
+        if not hasattr(below[parent], last):  # else a module of the package, or comm.barrier, which is a function
+            setattr(below[parent], last, below[path])
+    del below[""]
+    return below
+
+
+MODULES = _modules(sys.modules[__name__], {**vars(comm), "indices_to_map": indices_to_map, **globals()})

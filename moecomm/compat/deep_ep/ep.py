@@ -1,22 +1,209 @@
-"""deep_ep.EPBuffer: the interface of deep_ep 2.5, which has neither ElasticBuffer nor the classes of V1."""
+"""deep_ep.EPBuffer, the interface of deep_ep 2.5, which has neither ElasticBuffer nor the classes of V1.
+
+Redundant experts are copies of experts of other ranks, in memory that all ranks reach.  A mapping says which expert
+each redundant slot of each rank has.  Owners write weights to these slots, and read gradients from them.
+"""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from moecomm.base.validation import check_flags, check_integer
-from moecomm.compat.deep_ep import comm, redundant
-from moecomm.compat.deep_ep.allocator import BufferAllocator, planned
-from moecomm.compat.deep_ep.base import BufferBase
-from moecomm.compat.deep_ep.elastic_rounds import ElasticRounds
-from moecomm.compat.deep_ep.ep_handle import EPHandle
-from moecomm.compat.deep_ep.event import EventOverlap, finished, wait_for
-from moecomm.compat.deep_ep.pool import counted_by_pool, not_here, refuse
-from moecomm.errors import BadInput
+from moecomm.base.arrays import check_tensor
+from moecomm.base.validation import check_dense, check_flags, check_integer, check_shape
+from moecomm.compat.deep_ep.arguments import check_dimensions, described, not_here, refuse
+from moecomm.compat.deep_ep.comm import BufferBase, check_context
+from moecomm.compat.deep_ep.elastic import ElasticRounds
+from moecomm.compat.deep_ep.event import EventOverlap, finished, uses_cuda, wait_for
+from moecomm.compat.deep_ep.handles import EPHandle
+from moecomm.compat.deep_ep.pool import counted_by_pool
+from moecomm.errors import BadInput, Unsupported
+from moecomm.weights.exchange import SharedTensor
 from moecomm.window import Window
+
+_ALLOCATION, _RDMA, _TMA = 2 << 20, 64, 32  # bytes
+
+
+class BufferAllocator:
+    """Plan of tensors that get their memory when a buffer opens.
+
+    Attributes:
+        alignment: alignment of a tensor, in bytes.
+        num_bytes: bytes of all tensors, each aligned.
+        allocations: tensors and their offsets in bytes.
+        materialized: True once the tensors have memory.
+    """
+
+    def __init__(self) -> None:
+        self.alignment = _ALLOCATION
+        self.allocations: list[tuple[torch.Tensor, int]] = []
+        self.num_bytes = 0
+        self.materialized = False
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor on the device "meta", which materialize() gives memory.
+
+        Raises:
+            BadInput: the plan is materialized; a shape or dtype that can't be.
+        """
+        self._require_plan()
+        if not isinstance(dtype, torch.dtype):
+            raise BadInput("dtype", repr(dtype), "a dtype of torch")
+        tensor = torch.empty(check_shape("shape", shape), dtype=dtype, device="meta")
+        self.allocations.append((tensor, self.num_bytes))
+        self.num_bytes += -(-tensor.nbytes // self.alignment) * self.alignment
+        return tensor
+
+    def materialize(self, storage: torch.Tensor) -> None:
+        """Give the tensors their memory in `storage`, uint8 `[num_bytes]`.
+
+        Raises:
+            BadInput: the plan is materialized, or the storage is another one.
+        """
+        self._require_plan()
+        check_dimensions("storage", storage, "num_bytes")
+        check_tensor("storage", storage, device=storage.device, dtypes=(torch.uint8,), shape=(self.num_bytes,))
+        if not storage.is_contiguous() or storage.is_meta:
+            raise BadInput("storage", "a tensor with gaps, or without memory", "a contiguous one")
+        for tensor, offset in self.allocations:
+            memory = storage.narrow(0, offset, tensor.nbytes)
+            torch.utils.swap_tensors(tensor, memory.view(tensor.dtype).view(tensor.shape))  # type: ignore[no-untyped-call]
+        self.materialized = True
+
+    def _require_plan(self) -> None:
+        if self.materialized:
+            raise BadInput("BufferAllocator", "a plan whose tensors have memory", "another plan")
+
+
+def planned(argument: str, plan_or_num_bytes: BufferAllocator | int) -> tuple[BufferAllocator | None, int]:
+    """Return the plan, None for a number of bytes, and the bytes.
+
+    Raises:
+        BadInput: a plan whose tensors have memory, or a size that is no multiple of the allocation alignment.
+    """
+    if isinstance(plan_or_num_bytes, BufferAllocator):
+        if plan_or_num_bytes.materialized:
+            raise BadInput(argument, "a plan whose tensors have memory", "another plan")
+        return plan_or_num_bytes, plan_or_num_bytes.num_bytes
+    check_integer(argument, plan_or_num_bytes, 0)
+    if plan_or_num_bytes % _ALLOCATION:
+        raise BadInput(argument, plan_or_num_bytes, f"a multiple of {_ALLOCATION}")
+    return None, plan_or_num_bytes
+
+
+def get_num_allocation_alignment() -> int:
+    """Bytes that sizes of buffers are multiples of."""
+    return _ALLOCATION
+
+
+def get_num_rdma_alignment() -> int:
+    """Bytes that deep_ep aligns the tensors of a bucket to."""
+    return _RDMA
+
+
+def get_num_tma_alignment() -> int:
+    """Bytes that the weights of an expert are a multiple of, in `lb_prefetch_weights` and `lb_reduce_grads`."""
+    return _TMA
+
+
+_NONE = -1
+
+
+class CheckedExchange(NamedTuple):
+    """Arguments of an exchange that have been checked, and their text, alike on all ranks that pass the same.
+
+    Attributes:
+        pairs: tensors of the redundant slots of all ranks, each with that of this rank's experts.
+        held: rank, slot and local expert of the redundant slots that hold experts of this rank.
+        adds: gradients are added to those of this rank's experts; weights go to the slots.
+    """
+
+    pairs: list[tuple[SharedTensor, torch.Tensor]]
+    held: list[tuple[int, int, int]]
+    adds: bool
+    text: str
+
+
+def checked_exchange(
+    region: Window, what: Literal["weights", "grads"], redundant: Sequence[Any], own: Sequence[Any], mapping: Any
+) -> CheckedExchange:
+    """Check the arguments of an exchange.  Waits for the device if the mapping is there.
+
+    Args:
+        region: of the redundant experts of each rank.
+        what: of which the names of arguments are made; gradients are float32 of two dimensions.
+        redundant: `[num_redundant_experts, ...]` each, in the region.
+        own: `[num_local_experts, ...]` each, with as many bytes of an expert.
+        mapping: int32 `[ranks, num_redundant_experts]`: the expert of each slot, or -1.
+
+    Raises:
+        BadInput: names the argument.
+        Unsupported: a CUDA graph is being captured.
+    """
+    if uses_cuda() and torch.cuda.is_current_stream_capturing():
+        raise Unsupported(f"redundant experts' {what} in a CUDA graph: the host reads redundancy_mapping")
+    name, device, ranks = f"expert_{what}", region.device, region.num_ranks
+    if not own or len(own) != len(redundant):
+        raise BadInput(name, f"{len(own)} beside {len(redundant)} redundant tensors", "as many, and at least one")
+    if not isinstance(mapping, torch.Tensor) or mapping.ndim != 2 or len(mapping) != ranks:
+        raise BadInput("redundancy_mapping", described(mapping), f"int32 [{ranks}, num_redundant_experts]")
+    check_tensor("redundancy_mapping", mapping, device=mapping.device, dtypes=(torch.int32,), shape=mapping.shape)
+    pairs, places = [], []
+    slots = mapping.shape[1]
+    experts = len(own[0]) if isinstance(own[0], torch.Tensor) and own[0].ndim else 0
+    for there, here in zip(redundant, own, strict=True):
+        for argument, tensor, first in ((f"redundant_{name}", there, slots), (name, here, experts)):
+            if not isinstance(tensor, torch.Tensor) or not tensor.ndim or len(tensor) != first or not first:
+                raise BadInput(argument, described(tensor), f"a tensor [{first or 'experts'}, ...]")
+            check_dense(argument, tensor)
+            kind, shape = (torch.float32, (None, None)) if what == "grads" else (tensor.dtype, tensor.shape)
+            check_tensor(argument, tensor, device=device, dtypes=(kind,), shape=shape)
+            if not tensor.is_contiguous():
+                raise BadInput(argument, "a tensor with gaps", "a contiguous one")
+        size, offset = here.nbytes // experts, there.data_ptr() - region.local.data_ptr()
+        if not size or size % get_num_tma_alignment():
+            raise BadInput(name, f"{size} bytes an expert", f"a multiple of {get_num_tma_alignment()}")
+        if there.nbytes != slots * size:
+            raise BadInput(f"redundant_{name}", f"{there.nbytes // slots} bytes an expert", f"{size}, as {name}")
+        if not 0 <= offset <= region.nbytes - there.nbytes:
+            raise BadInput(f"redundant_{name}", "memory elsewhere", "a tensor in the region of redundant experts")
+        shared = SharedTensor(region, (slots, *here.shape[1:]), here.dtype, offset)
+        pairs.append((shared, here.detach()))
+        places.append((offset, size))
+    rows, held = mapping.tolist(), []
+    for rank, row in enumerate(rows):
+        for slot, expert in enumerate(row):
+            if not _NONE <= expert < ranks * experts or expert // experts == rank:
+                want = f"-1 or an expert of 0 to {ranks * experts - 1} that is not of rank {rank}"
+                raise BadInput("redundancy_mapping", f"expert {expert} on rank {rank}", want)
+            if expert // experts == region.rank:
+                held.append((rank, slot, expert % experts))
+    text = f"num_local_experts={experts}, redundancy_mapping={zlib.crc32(repr(rows).encode()):08x}"
+    text += f", {what} at={[at for at, _ in places]}, bytes={[size for _, size in places]}"
+    return CheckedExchange(pairs, held, what == "grads", text)
+
+
+def exchange(region: Window, checked: CheckedExchange) -> None:
+    """Write this rank's experts to the redundant slots that have them (on GPUs by copy engines), or add gradients.
+
+    Gradients are added in the order of ranks and slots.  Collective.
+
+    Raises:
+        As Window.barrier().
+    """
+    region.barrier()  # ranks have read, or written, what is in their slots
+    for rank, slot, expert in checked.held:
+        for shared, own in checked.pairs:
+            there = shared.of(rank)[slot]
+            if checked.adds:
+                own[expert].add_(there)
+            else:
+                there.copy_(own[expert])
+    region.barrier()
+
 
 __all__ = ["BucketBuffer", "BucketSession", "EPBuffer", "EPHandle", "EngramBuffer", "PPBuffer"]
 
@@ -90,7 +277,7 @@ class EPBuffer(ElasticRounds):
         context_idx: int | None = None,
     ) -> None:
         """Return when the work before it is done on every rank: see `comm.barrier`."""
-        comm.check_context(context_idx)
+        check_context(context_idx)
         self._barrier()
 
     def get_theoretical_num_sms(
@@ -254,16 +441,16 @@ class EPBuffer(ElasticRounds):
         self._pool.require_open()
         if (region := self._redundant) is None:
             raise BadInput("lb_allocation_plan_or_num_bytes", 0, f"a region for redundant experts, for {call}")
-        made: list[redundant.Checked] = []
+        made: list[CheckedExchange] = []
 
         def checked() -> str:
             check_integer("num_sms", num_sms, 0)
             wait_for(previous_event)
-            made.append(redundant.check(region, what, there, here, mapping))
+            made.append(checked_exchange(region, what, there, here, mapping))
             return made[0].text
 
         self._pool.calls.agree(f"EPBuffer.{call}", checked)
-        redundant.run(region, made[0])
+        exchange(region, made[0])
         return finished(True)
 
     def _memory(self) -> dict[str, int]:

@@ -11,26 +11,11 @@ from moecomm import combine as combining
 from moecomm.base.arrays import check_tensor
 from moecomm.base.choices import Layout
 from moecomm.base.protocol import MAX_TOPK
-from moecomm.base.validation import MOST_SIZE, check_flag, check_integer, check_sizes
+from moecomm.base.validation import MOST_SIZE, check_flag, check_integer, check_same_device, check_sizes
 from moecomm.buffer import Buffer
-from moecomm.compat.deep_ep.budget import within_budgets
-from moecomm.compat.deep_ep.hybrid_handle import (
-    HybridEPDispatchHandle,
-    HybridEPHandle,
-    as_number,
-    check_map,
-    indices_to_map,
-)
-from moecomm.compat.deep_ep.pool import (
-    OverPool,
-    Pool,
-    check_dimensions,
-    check_experts,
-    counted_by_pool,
-    grown,
-    limit_of,
-    refuse,
-)
+from moecomm.compat.deep_ep.arguments import check_dimensions, check_experts, limit_of, refuse
+from moecomm.compat.deep_ep.handles import HybridEPDispatchHandle, HybridEPHandle
+from moecomm.compat.deep_ep.pool import OverPool, Pool, counted_by_pool, grown, within_budgets
 from moecomm.dispatch import Options, Request, dispatch
 from moecomm.dispatch.routed import Handle, Routed
 from moecomm.dispatch.tables import kept
@@ -508,3 +493,57 @@ def _longer(tensor: Any, rows: int) -> Any:
     longer = tensor.new_empty((rows, *tensor.shape[1:]))
     longer[: len(tensor)] = tensor
     return longer
+
+
+_PROBS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def indices_to_map(
+    topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, num_of_tokens: int, num_of_experts: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """routing_map bool `[T, E]` and probs float32 `[T, E]` (None without weights) of ids; -1 is none."""
+    check_dimensions("topk_idx", topk_idx, "tokens", "topk")
+    check_tensor(
+        "topk_idx",
+        topk_idx,
+        device=topk_idx.device,
+        dtypes=(torch.int64, torch.int32),
+        shape=(num_of_tokens, None),
+    )
+    at = torch.where(topk_idx >= 0, topk_idx, num_of_experts).long()
+    shape = (num_of_tokens, num_of_experts + 1)
+    routing_map = torch.zeros(shape, dtype=torch.bool, device=at.device).scatter_(1, at, True)
+    routing_map = routing_map[:, :num_of_experts].contiguous()
+    if topk_weights is None:
+        return routing_map, None
+    check_tensor("topk_weights", topk_weights, device=at.device, dtypes=(torch.float32,), shape=tuple(at.shape))
+    probs = torch.zeros(shape, dtype=torch.float32, device=at.device).scatter_(1, at, topk_weights)
+    return routing_map, probs[:, :num_of_experts].contiguous()
+
+
+def as_number(value: Any) -> Any:
+    """The number in a tensor of one, as Megatron's backward pass passes it; anything else as it is."""
+    return value.item() if type(value) is torch.Tensor and value.ndim == 0 else value
+
+
+def check_map(hidden: torch.Tensor, routing_map: Any, probs: Any) -> None:
+    """Raise BadInput unless these are a map of the rows, and its probabilities or None."""
+    try:
+        device, (tokens, _) = hidden.device, routing_map.shape
+        fine = type(routing_map) is torch.Tensor and routing_map.layout is torch.strided
+        fine = fine and routing_map.dtype is torch.bool and routing_map.device == device
+        fine = fine and tokens == hidden.shape[0] and device.type != "meta"
+        if probs is not None:
+            fine = fine and type(probs) is torch.Tensor and probs.layout is torch.strided
+            fine = fine and probs.shape == routing_map.shape and probs.device == device
+            fine = fine and probs.is_floating_point()
+    except (AttributeError, TypeError, ValueError):
+        fine = False
+    if not fine:  # which takes longer to say
+        check_dimensions("routing_map", routing_map, "tokens", "experts")
+        shape = (hidden.shape[0], routing_map.shape[1])
+        check_tensor("routing_map", routing_map, device=hidden.device, dtypes=(torch.bool,), shape=shape)
+        check_same_device(hidden=hidden, routing_map=routing_map, probs=probs)
+        if probs is not None:
+            check_dimensions("probs", probs, "tokens", "experts")
+            check_tensor("probs", probs, device=hidden.device, dtypes=_PROBS, shape=shape)

@@ -10,24 +10,24 @@ import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from operator import attrgetter
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from moecomm.base.arrays import check_tensor
 from moecomm.base.bound import Bound
 from moecomm.base.choices import Layout, OnTimeout
 from moecomm.base.placement import Placement
-from moecomm.base.validation import MOST_SIZE, check_alignment, check_integer, is_integer
+from moecomm.base.validation import check_integer
 from moecomm.buffer import Buffer
 from moecomm.compat.deep_ep.absent import Presence
+from moecomm.compat.deep_ep.arguments import check_experts, described
 from moecomm.compat.deep_ep.calls import Calls
 from moecomm.compat.deep_ep.event import comm_stream
-from moecomm.compat.deep_ep.room import Room, batched_room, room_for
-from moecomm.dispatch import dispatch
-from moecomm.dispatch.options import Gradients, Options, Request, check_num_sms
+from moecomm.dispatch import Options, Request, dispatch
+from moecomm.dispatch.options import Gradients
 from moecomm.dispatch.routed import Handle
 from moecomm.errors import BadInput, Closed, Mismatch, Unsupported
+from moecomm.gpu import budgets
 from moecomm.membership.pending import PendingMasks
 from moecomm.ranks.group import Group
 from moecomm.ranks.rendezvous import rendezvous
@@ -35,6 +35,44 @@ from moecomm.ranks.settings import MAX_FLAT_ROWS, Settings
 from moecomm.rounds.call_count import counted
 from moecomm.rounds.rounds import Rounds
 from moecomm.rounds.signature import GROW
+
+# Rounds with room in a window, one of them in the reserve.  The outputs of the others stay: those of two micro-batches
+# and, in "flat", what a combine copies; in "batched" rows for a combine without a copy.
+_ROUNDS: dict[Layout, int] = {"flat": 4, "expert": 2, "batched": 4}
+_HANDLES = 64  # that may be alive at a time
+_ALIGNMENT = 128
+
+
+class Room(NamedTuple):
+    """Bytes of a window for outputs, and of those the bytes for tables, and of the reserve: see WindowMemory."""
+
+    window: int
+    tables: int
+    reserve: int
+
+
+def room_for(settings: Settings, layout: Layout, max_rows: int | None = None) -> Room:
+    """Return the room for rounds of a layout.
+
+    Args:
+        settings: of the Buffer; its capacity factor says which rows are expected, math.inf: the worst case.
+        layout: "flat" or "expert".
+        max_rows: rows of a round, in the place of those.
+    """
+    rows = settings.capacity_rows(layout, _ALIGNMENT if layout == "expert" else 1) if max_rows is None else max_rows
+    round_bytes = settings.round_bytes(layout, rows)
+    handle = rows * (12 * settings.topk + 16) + settings.max_tokens * settings.tables_bytes
+    handles = min(_HANDLES * handle, 4 * round_bytes)
+    return Room(_ROUNDS[layout] * round_bytes + handles, handles, round_bytes)
+
+
+def batched_room(settings: Settings) -> Room:
+    """Return the room for low-latency rounds, whose rows have the worst case's shape."""
+    round_bytes = settings.round_bytes("batched")
+    tables = round_bytes - settings.worst_rows("batched") * settings.hidden * settings.dtype.itemsize
+    rounds = _ROUNDS["batched"]
+    return Room(rounds * round_bytes, (rounds - 1) * tables, round_bytes)
+
 
 _LOW_LATENCY = "Buffer.low_latency_dispatch"
 _TIMEOUT_S = 100.0  # of a wait, as in DeepEP's kernels (NUM_TIMEOUT_CYCLES)
@@ -346,22 +384,6 @@ class Pool:
         return self.calls.agree(method or self._method, shown, tokens)
 
 
-def not_here(name: str, instead: str = "see moecomm.compat.deep_ep for what is not supported") -> Callable[..., Any]:
-    """Return a function that raises Unsupported and names a call of deep_ep."""
-
-    def refuse(*args: Any, **named: Any) -> Any:
-        raise Unsupported(f"{name}: {instead}")
-
-    return refuse
-
-
-def refuse(module: str, **options: object) -> None:
-    """Raise Unsupported for an option that is given (not None, False or 0) and that moecomm.compat's module lacks."""
-    for name, value in options.items():
-        if value is not None and value is not False and not (isinstance(value, int) and value == 0):
-            raise Unsupported(f"{name}: see moecomm.compat.{module} for what is not supported")
-
-
 class OverPool(Bound):
     """Base of the buffers of deep_ep."""
 
@@ -416,61 +438,23 @@ def grown(
     return one(larger())
 
 
-def described(value: Any) -> str:
-    """Describe a value that was passed in the place of a tensor."""
-    if not isinstance(value, torch.Tensor):
-        return type(value).__name__
-    if value.layout is not torch.strided:
-        return f"a tensor of {value.layout}"
-    return f"{value.dtype} {tuple(value.shape)} on {value.device}"
+_FLAT = Request(Options("flat"))
 
 
-def check_dimensions(argument: str, value: Any, *dimensions: str) -> None:
-    """Raise BadInput unless a value is a tensor with these dimensions."""
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.ndim != len(dimensions):
-        raise BadInput(argument, described(value), f"a tensor [{', '.join(dimensions)}]")
+def within_budgets(pool: Pool, ids: torch.Tensor, num_experts: int, rows: int, alignment: int) -> budgets.Kept:
+    """Return the entries that their ranks have room for.
 
+    The rule is deep_ep's: see moecomm.gpu.budgets.kept().  A budget counts in multiples of `alignment`.  Every rank
+    knows all counts and budgets from a small round, so nothing waits for the device.
 
-def check_stats(stats: Any, experts: int, device: torch.device) -> None:
-    """Raise BadInput unless each local expert's tokens can be added to a tensor."""
-    name = "cumulative_local_expert_recv_stats"
-    check_dimensions(name, stats, "local experts")
-    check_tensor(name, stats, device=device, dtypes=(torch.int32,), shape=(experts,))
-    if not stats.is_contiguous():
-        raise BadInput(name, "a tensor with gaps", "a contiguous one")
-
-
-def limit_of(rows: torch.Tensor, num_sms: int | None) -> int | None:
-    """Return the SMs that a call may use; None for 0, and always on CPUs: moecomm's own choice.
-
-    Raises BadInput on CPUs, as the rounds of GPUs do.
+    Args:
+        ids: int32 or int64 `[T, K]`; ids that no expert has are left to the dispatch, which names them.
+        rows: this rank's budget; ranks may differ.
     """
-    if num_sms is not None and not is_integer(num_sms):
-        check_num_sms(num_sms)
-    if rows.is_cuda:
-        return num_sms or None
-    check_num_sms(num_sms or None)
-    return None
-
-
-def check_experts(num_experts: int, ranks: int) -> None:
-    """Raise BadInput unless every rank has as many."""
-    if not is_integer(num_experts) or not 1 <= num_experts <= MOST_SIZE or num_experts % ranks:
-        raise BadInput("num_experts", num_experts, f"a multiple of the number of ranks, {ranks}")
-
-
-def check_hint(num_max_tokens_per_rank: int, hidden: int, num_topk: int) -> None:
-    """Raise BadInput unless sizes can be told from these; 0: not known."""
-    for name, value in (
-        ("num_max_tokens_per_rank", num_max_tokens_per_rank),
-        ("hidden", hidden),
-        ("num_topk", num_topk),
-    ):
-        check_integer(name, value, 0, MOST_SIZE)
-
-
-def check_dispatch_sizes(num_experts: int, most: int, align: int, ranks: int) -> None:
-    """Raise BadInput unless a Buffer can have these."""
-    check_experts(num_experts, ranks)
-    check_integer("num_max_tokens_per_rank", most, 1, MOST_SIZE)  # here or of the buffer
-    check_alignment("expert_alignment", align)
+    rule = budgets.Rule(pool.ranks.rank, pool.ranks.ranks, num_experts, alignment, rows // alignment * alignment)
+    counted = budgets.counted(ids, rule)
+    words = counted.rows.view(torch.float32)  # rows travel as bits
+    buffer: Buffer = pool.flat(words, counted.to, rule.ranks, rule.ranks)
+    pool.calls.begin(buffer.rounds)
+    routed = dispatch(buffer.rounds, _FLAT, words, counted.to, max_rows=rule.ranks, sync=False)
+    return budgets.kept(ids, routed.x.view(torch.int32), rule, counted.parts)

@@ -14,7 +14,7 @@ from vllm.v1.worker.ubatching import dbo_maybe_run_recv_hook
 
 from moecomm import combine as combining
 from moecomm.base.placement import Placement
-from moecomm.compat.deep_ep.arrival import Arrival
+from moecomm.compat.deep_ep.low_latency import Arrival
 from moecomm.dispatch.routed import Handle, Routed
 from moecomm.errors import BadInput, Unsupported
 from moecomm.integrations.vllm.managers import OpenedBuffers

@@ -23,7 +23,7 @@ from vllm.v1.worker.ubatching import (
 
 from moecomm import combine as combining
 from moecomm.base.experts import experts_of
-from moecomm.compat.deep_ep.normal import Given, route
+from moecomm.compat.deep_ep.buffer import Given, route
 from moecomm.dispatch.routed import Routed
 from moecomm.integrations.vllm.managers import OpenedBuffers
 from moecomm.integrations.vllm.quantization import Cast, cast, for_experts, is_cast_first

@@ -1,8 +1,30 @@
-"""nixl_ep.Buffer: low-latency rounds of ranks that connect and disconnect, over moecomm."""
+"""NIXL-EP's interface over moecomm: low-latency rounds whose ranks come and go.
+
+    import moecomm.compat.nixl_ep as nixl_ep
+
+or, for code that imports nixl_ep itself, `moecomm.compat.install_as_nixl_ep()`.
+
+What NIXL-EP has and this has not; each raises Unsupported, or differs as it says:
+
+| not supported | instead |
+| --- | --- |
+| `Buffer(comm=)`, metadata over etcd | `tcp_store_group=`, or the store of `group=` |
+| `Buffer(low_latency_mode=False)`, `get_dispatch_layout`, `ht_*` | `moecomm.compat.deep_ep.Buffer` |
+| `Buffer(disable_ll_nvlink=True)` | nothing |
+| `connect_ranks` by some of the ranks | all that are connected then meet in their next round |
+| a graph captured while this rank masks all others | capture before or after |
+| a call that loses a rank goes on | if all lose it in one call; else, and on GPUs, an error, and the next call works |
+| `dispatch_wait_recv_cost_stats`, `combine_wait_recv_cost_stats` | `Buffer.stats()` of moecomm |
+| `R` of shapes: the capacity | the ranks that have met last: see `connect_ranks` |
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+import json
+import sys
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,18 +33,20 @@ from moecomm.base.bound import Bound
 from moecomm.base.protocol import MAX_HOST_RANKS
 from moecomm.base.validation import check_flag, check_integer, is_integer
 from moecomm.buffer import Buffer as NativeBuffer
+from moecomm.compat.deep_ep import event
+from moecomm.compat.deep_ep.arguments import check_dimensions, not_here, refuse
 from moecomm.compat.deep_ep.buffer import Buffer as DeepEP
-from moecomm.compat.deep_ep.config import check_even_sms
-from moecomm.compat.deep_ep.event import EventOverlap, uses_cuda
+from moecomm.compat.deep_ep.event import Config, EventHandle, EventOverlap, check_even_sms, uses_cuda
 from moecomm.compat.deep_ep.low_latency import LOW_LATENCY_NAMES, LowLatency, LowLatencyHandle, write_mask
-from moecomm.compat.deep_ep.pool import Pool, check_dimensions, not_here, refuse
-from moecomm.compat.nixl_ep.meeting import meet
-from moecomm.errors import BadInput, Closed, Unsupported
+from moecomm.compat.deep_ep.pool import Pool
+from moecomm.errors import BadInput, Closed, Timeout, Unsupported
+
+topk_idx_t = torch.int64
+__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "topk_idx_t"]
+
 
 DEFAULT_TIMEOUT_MS = 30_000
 _MEETING_S = 300.0  # a rank that is added may only be starting
-
-
 _INSTEAD = "moecomm.compat.deep_ep.Buffer has such rounds"
 
 
@@ -438,3 +462,71 @@ class Buffer(Bound):
 def _check_store(store: object) -> None:
     if store is not None and not all(hasattr(store, name) for name in ("set", "get", "check")):
         raise BadInput("tcp_store_group", type(store).__name__, "a torch.distributed.Store")
+
+
+_POLL_S = 2e-3
+
+
+def meet(store: Any, rank: int, ranks: Sequence[int], timeout_s: float) -> str:
+    """Wait until all of `ranks` have come, and return the meeting's name.  Collective among them.
+
+    Each rank brings a ticket of its own making.  The first rank answers with a name and the tickets that it has seen,
+    and calls again whenever it sees another ticket: one that it saw first may be of a process that has ended since.
+    The name counts once every rank has found its own ticket beside it.
+
+    Args:
+        store: a torch.distributed.Store that outlives the ranks.
+        rank: of this process, one of `ranks`.
+        ranks: in order; alike on all of them.
+        timeout_s: for the ranks to come.
+
+    Raises:
+        Timeout: a rank did not come.
+    """
+    here, first, deadline = f"moecomm/nixl_ep/{'-'.join(map(str, ranks))}", ranks[0], time.monotonic() + timeout_s
+    seen: dict[int, str] = {}
+    name, mine = "", uuid.uuid4().hex
+    if rank != first:
+        store.set(f"{here}/ticket/{rank}", mine)
+    while True:
+        if rank == first:
+            tickets = {other: _read(store, f"{here}/ticket/{other}") for other in ranks if other != first}
+            missing = [other for other, ticket in tickets.items() if not ticket]
+            if not missing:
+                if tickets != seen:
+                    seen, name = tickets, f"{here}/{mine}/{uuid.uuid4().hex}"
+                    store.set(f"{here}/call", json.dumps([name, seen]))
+                missing = [other for other in seen if not _read(store, f"{name}/found/{other}")]
+                if not missing:
+                    for other in seen:
+                        store.set(f"{here}/ticket/{other}", "")
+                    store.set(f"{name}/met", "1")
+                    return name
+        else:
+            missing = [first]
+            called, tickets_there = json.loads(_read(store, f"{here}/call") or '["", {}]')
+            if tickets_there.get(str(rank)) == mine:
+                if called != name:
+                    name = called
+                    store.set(f"{name}/found/{rank}", "1")
+                if _read(store, f"{name}/met"):
+                    return name
+        if time.monotonic() > deadline:
+            raise Timeout(
+                f"connect_ranks: rank {missing[0]} did not come within {timeout_s:g} s",
+                rank=rank,
+                peer=missing[0],
+                phase="opening",
+                op="connect_ranks",
+                round=0,
+            )
+        time.sleep(_POLL_S)
+
+
+def _read(store: Any, key: str) -> str:
+    """Return a value, empty if there is none yet.  Does not wait."""
+    return bytes(store.get(key)).decode() if store.check([key]) else ""
+
+
+buffer = sys.modules[__name__]
+MODULES = {"buffer": buffer, "utils": event}  # import paths below nixl_ep

@@ -15,21 +15,20 @@ from moecomm import dispatch
 from moecomm.base.choices import ScaleLayout, Wire
 from moecomm.base.validation import check_flag, check_flags, check_integer, check_real
 from moecomm.buffer import Buffer
-from moecomm.compat.deep_ep.base import BufferBase
-from moecomm.compat.deep_ep.ep_handle import EPHandle, expanded_rows
-from moecomm.compat.deep_ep.event import EventHandle, EventOverlap, finished, uses_cuda, wait_for
-from moecomm.compat.deep_ep.normal import one_bias, unpack
-from moecomm.compat.deep_ep.pool import (
-    Pool,
+from moecomm.compat.deep_ep.arguments import (
     check_dimensions,
     check_dispatch_sizes,
     check_hint,
     check_stats,
-    counted_by_pool,
     limit_of,
     not_here,
     refuse,
 )
+from moecomm.compat.deep_ep.buffer import one_bias, unpack
+from moecomm.compat.deep_ep.comm import BufferBase
+from moecomm.compat.deep_ep.event import EventHandle, EventOverlap, finished, uses_cuda, wait_for
+from moecomm.compat.deep_ep.handles import EPHandle, expanded_rows
+from moecomm.compat.deep_ep.pool import Pool, counted_by_pool
 from moecomm.dispatch.routed import Routed
 from moecomm.dispatch.tables import kept
 from moecomm.errors import BadInput, Unsupported
