@@ -261,90 +261,100 @@ class LowLatency(OverPool):
         scales lie in the blocks of formats.swizzle().  The first element of `x_global_scale` is the global scale of
         moecomm.formats; without `use_nvfp4` it is not read.
         """
-        if not (num_sms is None and use_ue8m0_for_sf is False):
+        if num_sms is not None or use_ue8m0_for_sf is not False:
             refuse("deep_ep", use_ue8m0_for_sf=use_ue8m0_for_sf, num_sms=num_sms)
-        if {type(use_fp8), type(round_scale), type(use_ue8m0), type(use_nvfp4)} != {bool}:
+        asked = (use_fp8, round_scale, use_ue8m0, use_nvfp4)
+        if {type(async_finish), type(return_recv_hook), *map(type, asked)} != {bool}:
             check_flags(use_fp8=use_fp8, round_scale=round_scale, use_ue8m0=use_ue8m0, use_nvfp4=use_nvfp4)
-        if use_nvfp4 and use_fp8:
-            raise BadInput("use_nvfp4", True, "use_fp8=False beside it")
+            check_flags(async_finish=async_finish, return_recv_hook=return_recv_hook)
         if use_nvfp4 and x_global_scale is None:
             raise BadInput("x_global_scale", "None", "float32, on the device of x, beside use_nvfp4")
-        if {type(async_finish), type(return_recv_hook)} != {bool}:
-            check_flags(async_finish=async_finish, return_recv_hook=return_recv_hook)
-        most = num_max_dispatch_tokens_per_rank
-        if {type(most), type(num_experts)} != {int}:
-            check_experts(num_experts, self.group_size)
-            check_integer("num_max_dispatch_tokens_per_rank", most, 1)
         if async_finish and return_recv_hook:
             raise _two_waits()
-        pool, asked = self._pool, (use_fp8, round_scale, use_ue8m0, use_nvfp4)
+        most = num_max_dispatch_tokens_per_rank
+        if {type(most), type(num_experts)} != {int}:  # 2.0 and True are equal to numbers that have been checked
+            check_experts(num_experts, self.group_size)
+            check_integer("num_max_dispatch_tokens_per_rank", most, 1)
         try:
             key = (x.shape[1:], x.dtype, x.device, x.layout, topk_idx.shape[1:], topk_idx.layout, most, num_experts)
-            kind = pool.kinds.get((key, asked))
-        except AttributeError:
-            kind = None
-        if kind is None:
-            _check_kind(x, topk_idx, use_ue8m0, use_fp8 and round_scale)
+        except AttributeError:  # no tensors
+            key = None
+        kind: _Kind = self._pool.kinds.get((key, asked)) or self._new_kind(x, topk_idx, most, num_experts, key, asked)
         stats, cost = cumulative_local_expert_recv_stats, None
         if stats is not None:
             check_stats(stats, num_experts // self.group_size, x.device)
         if dispatch_wait_recv_cost_stats is not None:
             name = "dispatch_wait_recv_cost_stats"
             cost = WaitCost(name, dispatch_wait_recv_cost_stats, self.group_size, x.device)
-        if kind is None:
-            buffer = pool.batched(x.device, x.shape[1], num_experts, topk_idx.shape[1], most, x.dtype)
-            kind = pool.kinds[key, asked] = _Kind(buffer, _REQUESTS[asked], not takes_weights(buffer.rounds))
-        buffer, request, weights_follow = kind
-        rounds = buffer.rounds
-        more: dict[str, Any] = {}
-        if use_nvfp4:
-            first = x_global_scale
-            more["global_scale"] = first.reshape(-1)[:1] if isinstance(first, torch.Tensor) else first
         # With masks, CPU ranks receive at once: a call that has lost a rank is then over, and can be made again.
-        repeats = pool.masks and rounds.on_cpu
+        repeats = self._pool.masks and kind.buffer.rounds.on_cpu
         begins = return_recv_hook and not repeats
-        routed: Routed | None = None
-        while routed is None:
+        routed = self._sent(kind, x, topk_idx, topk_weights, x_global_scale if use_nvfp4 else None, cost, begins)
+        handle = LowLatencyHandle(LowLatencyHandle.makers)  # quicker than through a __new__ of its own
+        handle.native, handle.topk_idx, handle.topk_weights = routed.handle, topk_idx, topk_weights
+        handle.weights_follow = kind.weights_follow
+        keeps_ids = repeats or (topk_weights is None and kind.weights_follow)
+        handle.ids = topk_idx.clone() if keeps_ids else topk_idx
+        account = write_scales = None
+        if kind.request is _PLAIN:
+            recv_x, counts = routed.plan.batched_tensors(routed)
+        elif kind.request is _FP8 or kind.request is _UE8M0:
+            values, counts, scales = routed.plan.batched_tensors(routed, scaled=True)
+            recv_x = values, scales
+        else:
+            recv_x, counts, write_scales = _arriving(routed, kind.request)
+        if write_scales is not None or stats is not None:
+            account = partial(_account, routed, write_scales, counts, stats)
+        event = finished(True) if async_finish else object.__new__(EventOverlap)  # quicker than through its __init__
+        if begins:
+            hook = Arrival(kind.buffer, routed, cost, account)
+            self._pool.receiving[id(kind.buffer)] = hook.receive_early
+            return recv_x, counts, handle, event, hook
+        if account is not None:
+            account()
+        return recv_x, counts, handle, event, _nothing if return_recv_hook else None
+
+    def _new_kind(self, x: Any, topk_idx: Any, most: int, num_experts: int, key: Any, asked: tuple[bool, ...]) -> _Kind:
+        """Check sizes, and open the Buffer for them if there is none."""
+        if asked not in _REQUESTS:
+            *_, use_ue8m0, use_nvfp4 = asked
+            if use_nvfp4:
+                raise BadInput("use_nvfp4", True, "use_fp8=False and use_ue8m0=False beside it")
+            raise BadInput("use_ue8m0", use_ue8m0, "use_fp8 and round_scale beside it")
+        check_dimensions("x", x, "tokens", "hidden")
+        check_dimensions("topk_idx", topk_idx, "tokens", "topk")
+        buffer = self._pool.batched(x.device, x.shape[1], num_experts, topk_idx.shape[1], most, x.dtype)
+        kind = self._pool.kinds[key, asked] = _Kind(buffer, _REQUESTS[asked], not takes_weights(buffer.rounds))
+        return kind
+
+    def _sent(
+        self, kind: _Kind, x: Any, topk_idx: Any, topk_weights: Any, scale: Any, cost: WaitCost | None, begins: bool
+    ) -> Routed:
+        """Dispatch, and again where a call that all ranks have made has lost a rank.  `begins`: rows arrive later."""
+        pool, rounds = self._pool, kind.buffer.rounds
+        if isinstance(scale, torch.Tensor):
+            scale = scale.reshape(-1)[:1]
+        while True:
             pool.calls.begin(rounds)
             if pool.receiving:
-                pool.receive(buffer)
+                pool.receive(kind.buffer)
             if pool.pending:
-                pool.agree(buffer)
+                pool.agree(kind.buffer)
             if cost is not None:
                 cost.before(rounds, "dispatch")
             experts = rounds.experts
             ids = topk_idx if experts.ids is None and experts.live is None else experts.own_ids(topk_idx)  # -1: masked
             try:
                 if begins:
-                    routed = dispatch_begin(rounds, request, x, ids, topk_weights, early=True, **more)
+                    routed = dispatch_begin(rounds, kind.request, x, ids, topk_weights, global_scale=scale, early=True)
                 else:
-                    routed = dispatch(rounds, request, x, ids, topk_weights, sync=False, **more)
+                    routed = dispatch(rounds, kind.request, x, ids, topk_weights, global_scale=scale, sync=False)
             except RoundFailed as error:
                 require_repeats(error)
-        if cost is not None:
-            cost.after(rounds, "dispatch")
-        handle = LowLatencyHandle(LowLatencyHandle.makers)  # quicker than through a __new__ of its own
-        handle.native, handle.topk_idx, handle.topk_weights = routed.handle, topk_idx, topk_weights
-        follow = topk_weights is None and weights_follow
-        handle.ids, handle.weights_follow = topk_idx.clone() if follow or repeats else topk_idx, weights_follow
-        write = None
-        if request is _PLAIN:
-            recv_x, counts = routed.plan.batched_tensors(routed)
-        elif request is _ROUNDED or request is _NVFP4:
-            x, counts = routed.plan.batched_tensors(routed)
-            recv_x, write = _arriving(routed, x, request)
-        else:
-            x, counts, scales = routed.plan.batched_tensors(routed, scaled=True)
-            recv_x = x, scales
-        then = None if write is None and stats is None else partial(_account, routed, write, counts, stats)
-        event = finished(True) if async_finish else object.__new__(EventOverlap)  # quicker than through its __init__
-        if begins:
-            hook = Arrival(buffer, routed, cost, then)
-            pool.receiving[id(buffer)] = hook.receive_early
-            return recv_x, counts, handle, event, hook
-        if then is not None:
-            then()
-        return recv_x, counts, handle, event, _nothing if return_recv_hook else None
+                continue
+            if cost is not None:
+                cost.after(rounds, "dispatch")
+            return routed
 
     @counted_by_pool
     def low_latency_combine(
@@ -380,9 +390,8 @@ class LowLatency(OverPool):
         """
         if {type(zero_copy), type(async_finish), type(return_recv_hook)} != {bool}:
             check_flags(zero_copy=zero_copy, async_finish=async_finish, return_recv_hook=return_recv_hook)
-        none = src_signals is None and src_signal_expect_value is None and packed_recv_count is None
-        none = none and comp_signal is None and block_m is None and threshold is None and overlap is False
-        if not (none and use_logfmt is False and num_sms is None):
+        newer = {src_signals, src_signal_expect_value, packed_recv_count, comp_signal, block_m, threshold, num_sms}
+        if newer != {None} or overlap is not False or use_logfmt is not False:
             refuse(
                 "deep_ep",
                 use_logfmt=use_logfmt,
@@ -465,13 +474,6 @@ def layout_range(handle: Handle) -> torch.Tensor:
     return (count.cumsum(dim=1) - count) << 32 | count
 
 
-def _check_kind(x: Any, topk_idx: Any, use_ue8m0: bool, rounds_scales: bool) -> None:
-    if use_ue8m0 and not rounds_scales:
-        raise BadInput("use_ue8m0", True, "use_fp8 and round_scale beside it")
-    check_dimensions("x", x, "tokens", "hidden")
-    check_dimensions("topk_idx", topk_idx, "tokens", "topk")
-
-
 def _account(
     routed: Routed, write: Callable[[torch.Tensor], object] | None, counts: torch.Tensor, stats: torch.Tensor | None
 ) -> None:
@@ -484,19 +486,20 @@ def _account(
         stats.add_(counts)
 
 
-def _arriving(routed: Routed, x: torch.Tensor, request: Request) -> tuple[Any, Callable[[torch.Tensor], object]]:
-    """Return outputs in another form than they arrive in, and what writes their scales once they are here."""
+def _arriving(routed: Routed, request: Request) -> tuple[Any, torch.Tensor, Callable[[torch.Tensor], object]]:
+    """Return recv_x, recv_count, and what writes scales, which arrive in another form, once they are here."""
+    x, counts = routed.plan.batched_tensors(routed)
     experts, rows, hidden = x.shape[0], x.shape[1], routed.handle.rounds.hidden
     if request is _NVFP4:
         assert routed.unpack is not None, "of another format than those that kernels know"
         blocks = experts, -(-rows // 128), -(-hidden // 64), 32, 4, 4
         scales = torch.empty(blocks, dtype=torch.float8_e4m3fn, device=x.device)
         recv_x = routed.unpack("x", routed).permute(1, 2, 0), scales.permute(3, 4, 1, 5, 2, 0)
-        return recv_x, lambda arrived: scales.view(arrived.shape).copy_(arrived)
+        return recv_x, counts, lambda arrived: scales.view(arrived.shape).copy_(arrived)
     columns = torch.empty((experts, -(-hidden // 128), rows), dtype=torch.float32, device=x.device)
     scales = columns.transpose(1, 2)
     bits = scales.view(torch.int32)  # of powers of two, whose exponents arrive
-    return (x, scales), lambda arrived: bits.copy_(arrived.view(torch.uint8)).bitwise_left_shift_(23)
+    return (x, scales), counts, lambda arrived: bits.copy_(arrived.view(torch.uint8)).bitwise_left_shift_(23)
 
 
 def _send_weights(pool: Pool, native: Handle, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> None:

@@ -40,6 +40,8 @@ from moecomm.rounds.signature import GROW
 # and, in "flat", what a combine copies; in "batched" rows for a combine without a copy.
 _ROUNDS: dict[Layout, int] = {"flat": 4, "expert": 2, "batched": 4}
 _HANDLES = 64  # that may be alive at a time
+_ENTRY_BYTES = 8 + 4  # of each k of a row in a handle: its expert, and its weight or the row of the expert
+_ROW_BYTES = 8 + 4 + 4  # of a row: source rank and token, weight, and alignment of the tables
 _ALIGNMENT = 128
 
 
@@ -61,7 +63,7 @@ def room_for(settings: Settings, layout: Layout, max_rows: int | None = None) ->
     """
     rows = settings.capacity_rows(layout, _ALIGNMENT if layout == "expert" else 1) if max_rows is None else max_rows
     round_bytes = settings.round_bytes(layout, rows)
-    handle = rows * (12 * settings.topk + 16) + settings.max_tokens * settings.tables_bytes
+    handle = rows * (_ENTRY_BYTES * settings.topk + _ROW_BYTES) + settings.max_tokens * settings.tables_bytes
     handles = min(_HANDLES * handle, 4 * round_bytes)
     return Room(_ROUNDS[layout] * round_bytes + handles, handles, round_bytes)
 
