@@ -48,12 +48,8 @@ from moecomm.compat.deep_ep.buffer import Buffer
 from moecomm.compat.deep_ep.comm import BufferBase, destroy_all_managed_nccl_comm
 from moecomm.compat.deep_ep.elastic import ElasticBuffer
 from moecomm.compat.deep_ep.ep import (
-    BucketBuffer,
-    BucketSession,
     BufferAllocator,
-    EngramBuffer,
     EPBuffer,
-    PPBuffer,
     get_num_allocation_alignment,
     get_num_rdma_alignment,
     get_num_tma_alignment,
@@ -65,8 +61,6 @@ from moecomm.compat.deep_ep.hybrid import HybridEPBuffer, indices_to_map
 __version__ = "2.1.0"  # of the interface
 topk_idx_t = torch.int64
 __all__ = [
-    "BucketBuffer",
-    "BucketSession",
     "Buffer",
     "BufferAllocator",
     "BufferBase",
@@ -74,11 +68,9 @@ __all__ = [
     "EPBuffer",
     "EPHandle",
     "ElasticBuffer",
-    "EngramBuffer",
     "EventHandle",
     "EventOverlap",
     "HybridEPBuffer",
-    "PPBuffer",
     "comm",
     "destroy_all_managed_nccl_comm",
     "get_logical_domain_size",
@@ -155,7 +147,8 @@ def _modules(package: ModuleType, answers: Mapping[str, Any]) -> dict[str, Modul
         for name in names.split():
             if not hasattr(module, name):
                 whole = f"deep_ep.{path}.{name}" if path else f"deep_ep.{name}"
-                setattr(module, name, answers[name] if name in answers else not_here(whole))
+                refusal = type(name, (), {"__init__": not_here(whole)}) if name[0].isupper() else not_here(whole)
+                setattr(module, name, answers.get(name, refusal))
     for path in PATHS:
         parent, _, last = path.rpartition(".")
         if not hasattr(below[parent], last):  # else a module of the package, or comm.barrier, which is a function

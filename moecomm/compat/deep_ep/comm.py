@@ -11,30 +11,18 @@ from typing import Any
 import torch
 
 from moecomm.base.validation import check_integer
-from moecomm.compat.deep_ep.arguments import not_here
 from moecomm.compat.deep_ep.event import comm_stream
 from moecomm.compat.deep_ep.pool import OverPool
 from moecomm.errors import BadInput
 from moecomm.ranks.rendezvous import rendezvous
 
 __all__ = [
-    "NCCLCommHandle",
     "barrier",
     "destroy_all_managed_nccl_comm",
     "get_comm_stream",
     "get_logical_domain_size",
-    "get_nccl_comm_handle",
     "get_physical_domain_size",
 ]
-
-_NO_COMM = "moecomm makes no communicator of NCCL for a buffer"
-get_nccl_comm_handle = not_here("get_nccl_comm_handle", _NO_COMM)
-
-
-class NCCLCommHandle:
-    """Raises Unsupported: moecomm makes no communicator of NCCL for a buffer."""
-
-    __init__ = not_here("NCCLCommHandle", _NO_COMM)
 
 
 def destroy_all_managed_nccl_comm() -> None:

@@ -14,8 +14,8 @@ import torch
 
 from moecomm.base.arrays import check_tensor
 from moecomm.base.validation import check_dense, check_flags, check_integer, check_shape
-from moecomm.compat.deep_ep.arguments import check_dimensions, described, not_here, refuse
-from moecomm.compat.deep_ep.comm import BufferBase, check_context
+from moecomm.compat.deep_ep.arguments import check_dimensions, described, refuse
+from moecomm.compat.deep_ep.comm import check_context
 from moecomm.compat.deep_ep.elastic import ElasticRounds
 from moecomm.compat.deep_ep.event import EventOverlap, finished, uses_cuda, wait_for
 from moecomm.compat.deep_ep.handles import EPHandle
@@ -204,8 +204,6 @@ def exchange(region: Window, checked: CheckedExchange) -> None:
                 there.copy_(own[expert])
     region.barrier()
 
-
-__all__ = ["BucketBuffer", "BucketSession", "EPBuffer", "EPHandle", "EngramBuffer", "PPBuffer"]
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 
@@ -475,35 +473,3 @@ def _deferred(made: tuple[Any, ...]) -> EventOverlap:
 
 def _listed(tensors: Any) -> list[Any]:
     return list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
-
-
-class _Refused(BufferBase):
-    """Base of the buffers of deep_ep 2.5 that moecomm does not have."""
-
-    def destroy(self) -> None: ...
-
-
-class EngramBuffer(_Refused):
-    """Raises Unsupported: moecomm has no storage of entries that ranks fetch."""
-
-    __init__ = not_here("EngramBuffer", "moecomm has no storage of entries that ranks fetch")
-
-
-class BucketBuffer(_Refused):
-    """Raises Unsupported: moecomm has no collectives of buckets."""
-
-    __init__ = not_here(
-        "BucketBuffer", "moecomm has no collectives of buckets: see moecomm.Window and torch.distributed"
-    )
-
-
-class BucketSession:
-    """Raises Unsupported: see BucketBuffer."""
-
-    __init__ = not_here("BucketSession", "see BucketBuffer")
-
-
-class PPBuffer(_Refused):
-    """Raises Unsupported: moecomm has no pipeline stages."""
-
-    __init__ = not_here("PPBuffer", "moecomm has no sends between pipeline stages: see moecomm.Window")

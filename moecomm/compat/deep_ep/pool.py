@@ -90,6 +90,13 @@ class _Handle(Protocol):
     native: Handle
 
 
+class _Sizes(NamedTuple):
+    hidden: int
+    num_experts: int
+    topk: int
+    dtype: torch.dtype
+
+
 class Pool:
     """The moecomm.Buffers of a group, opened when wanted.  `num_bytes`: the least window of one with normal rounds;
     `masks`: low-latency rounds mask ranks that are lost, and a rank alone may change its masks; `round_s`: how long
@@ -159,14 +166,6 @@ class Pool:
         """Bytes of this rank's windows."""
         return sum(buffer.nbytes for buffer in self.opened.values())
 
-    def get(self, key: tuple[Any, ...], open_: Callable[[], Buffer]) -> Buffer:
-        """The Buffer of a key; `open_` makes it when the key is new."""
-        buffer = self._by_sizes.get(key)
-        if buffer is None:
-            self.require_open()
-            buffer = self._by_sizes[key] = open_()
-        return buffer
-
     def receive(self, buffer: Buffer) -> None:
         """End a dispatch of the Buffer that has begun and whose hook has not been called."""
         hook = self.receiving.pop(id(buffer), None)
@@ -210,9 +209,10 @@ class Pool:
         if dtype is torch.float8_e4m3fn:
             dtype = torch.bfloat16
         try:
-            key = (hidden, num_experts, topk_idx.shape[1], dtype, worst)
+            sizes = _Sizes(hidden, num_experts, topk_idx.shape[1], dtype)
         except (AttributeError, IndexError):
             raise BadInput("topk_idx", described(topk_idx), "a tensor [tokens, topk]") from None
+        key = (*sizes, worst)
         if grow:
             del self._by_sizes[key]
         buffer = self._by_sizes.get(key)
@@ -220,14 +220,13 @@ class Pool:
             return buffer
         self.require_open()
         check_experts(num_experts, self._least_experts)
-        tokens = self.most(x.shape[0], hidden, num_experts, topk_idx.shape[1], dtype, num_worst_tokens=worst)
+        tokens = self._agreed(sizes, x.shape[0], num_worst_tokens=worst)
         if worst:
             tokens = max(tokens, -(-worst // self.ranks.ranks))
         most = (MAX_FLAT_ROWS - 1) // self.ranks.ranks
         tokens = max(tokens, min(most, max(_LEAST_TOKENS, 1 << (tokens - 1).bit_length() if tokens else 0)))
-        factor = math.inf if worst else None
-        settings = self._settings(hidden, num_experts, topk_idx.shape[1], tokens, dtype, factor)
-        return self._opened_with(key, x.device, settings, room_for(settings, "flat"))
+        settings = self._settings(sizes, tokens, math.inf if worst else None)
+        return self._open(key, x.device, settings, room_for(settings, "flat"))
 
     def batched(
         self,
@@ -240,17 +239,17 @@ class Pool:
         placement: Placement | None = None,
     ) -> Buffer:
         """Return the Buffer for low-latency rounds; `placement`: see Buffer, of as many slots as experts."""
-        key = ("batched", hidden, num_experts, topk, tokens, dtype, placement)
+        sizes = _Sizes(hidden, num_experts, topk, dtype)
+        key = ("batched", *sizes, tokens, placement)
         buffer = self._by_sizes.get(key)
         if buffer is not None:
             return buffer
         self.require_open()
         check_experts(num_experts, self._least_experts)
         check_integer("num_max_dispatch_tokens_per_rank", tokens, 1)
-        sizes = (hidden, num_experts, topk, dtype)
-        self.most(0, *sizes, method=_LOW_LATENCY, num_max_dispatch_tokens_per_rank=tokens)
-        settings = self._settings(hidden, num_experts, topk, tokens, dtype).placed(placement)
-        return self._opened_with(key, device, settings, batched_room(settings), "mask" if self.masks else "raise")
+        self._agreed(sizes, method=_LOW_LATENCY, num_max_dispatch_tokens_per_rank=tokens)
+        settings = self._settings(sizes, tokens).placed(placement)
+        return self._open(key, device, settings, batched_room(settings), "mask" if self.masks else "raise")
 
     def low_latency(self) -> list[Buffer]:
         """Return the Buffers for low-latency rounds."""
@@ -283,23 +282,25 @@ class Pool:
         """Return the Buffer for rounds of deep_ep 2, whose callers say how many tokens a rank has at most.
 
         `rows`: the rows that the first caller asks for, where far fewer arrive than `topk` experts for every
-        token would make; ranks may differ.  `waits`: the host waits for the rows.  `method`: see most().
+        token would make; ranks may differ.  `waits`: the host waits for the rows.  `method`: see _agreed().
         """
-        key = ("expand" if expand else "flat", hidden, num_experts, topk, tokens, dtype, rows is None, waits)
+        sizes = _Sizes(hidden, num_experts, topk, dtype)
+        key = ("expand" if expand else "flat", *sizes, tokens, rows is None, waits)
         buffer = self._by_sizes.get(key)
         if buffer is not None:
             return buffer
         self.require_open()
-        few = rows is not None
-        sizes = (hidden, num_experts, topk, dtype)
-        more: dict[str, Any] = {"do_expand": expand, "waits": waits, "few_rows": few, "method": method}
-        most = self.most(rows or 0, *sizes, num_max_tokens_per_rank=tokens, **more)
-        factor = None if waits else math.inf
-        settings = self._settings(hidden, num_experts, topk, tokens + _MORE_TOKENS, dtype, factor)
+        options = {"num_max_tokens_per_rank": tokens, "do_expand": expand, "waits": waits, "few_rows": rows is not None}
+        most = self._agreed(sizes, rows or 0, method, **options)
+        settings = self._settings(sizes, tokens + _MORE_TOKENS, None if waits else math.inf)
         room = None if rows is None else max(_MORE_ROWS * most, self.ranks.ranks * settings.max_tokens)
-        return self._opened_with(key, device, settings, room_for(settings, "expert" if expand else "flat", room))
+        return self._open(key, device, settings, room_for(settings, "expert" if expand else "flat", room))
 
-    def _opened_with(
+    def _settings(self, sizes: _Sizes, tokens: int, factor: float | None = math.inf) -> Settings:
+        hidden, num_experts, topk, dtype = sizes
+        return Settings(self.ranks.ranks, hidden, num_experts, topk, tokens, dtype, "", None, capacity_factor=factor)
+
+    def _open(
         self,
         key: tuple[Any, ...],
         device: torch.device,
@@ -307,21 +308,10 @@ class Pool:
         room: Room,
         on_timeout: OnTimeout = "raise",
     ) -> Buffer:
-        window = room.window if key[0] == "batched" else max(self._num_bytes, room.window)
-        buffer = self.get(key, lambda: self.open(device, settings, window, on_timeout))
-        buffer.rounds.memory.divide(room.tables, room.reserve)
-        return buffer
-
-    def open(
-        self, device: torch.device, settings: Settings, window_bytes: int, on_timeout: OnTimeout = "raise"
-    ) -> Buffer:
-        """Open a moecomm.Buffer of these sizes.  Collective.
-
-        Raises:
-            As moecomm.Buffer.
-        """
+        """Open the Buffer of a key.  Collective; raises as moecomm.Buffer."""
         if device.type not in ("cpu", "cuda"):
             raise BadInput("x", f"a tensor on {device}", "one on a CPU or a GPU")
+        window_bytes = room.window if key[0] == "batched" else max(self._num_bytes, room.window)
         open_one = partial(
             Buffer,
             hidden=settings.hidden,
@@ -342,35 +332,15 @@ class Pool:
             buffer = self._presence.open_without(self._members, open_one)
         else:
             buffer = open_one(self.ranks)
-        self.opened[buffer.rounds] = buffer
+        self.opened[buffer.rounds] = self._by_sizes[key] = buffer
         if on_timeout == "mask":
             self.pending[buffer.rounds] = PendingMasks(buffer.rounds)
         self.calls.opened(buffer.rounds)
+        buffer.rounds.memory.divide(room.tables, room.reserve)
         return buffer
 
-    def _settings(
-        self,
-        hidden: int,
-        num_experts: int,
-        topk: int,
-        tokens: int,
-        dtype: torch.dtype,
-        factor: float | None = math.inf,
-    ) -> Settings:
-        sizes = (self.ranks.ranks, hidden, num_experts, topk, tokens, dtype)
-        return Settings(*sizes, "", None, capacity_factor=factor)
-
-    def most(
-        self,
-        tokens: int,
-        hidden: int,
-        num_experts: int,
-        topk: int,
-        dtype: torch.dtype,
-        method: str | None = None,
-        **sizes: object,
-    ) -> int:
-        """Return the most that a rank has, once all ranks make this call, with such sizes.  Collective.
+    def _agreed(self, sizes: _Sizes, tokens: int = 0, method: str | None = None, **options: object) -> int:
+        """Return the most tokens that a rank has, once all ranks make this call, with such sizes.  Collective.
 
         Raises:
             Unsupported: a rank is masked, which would have to come.
@@ -378,8 +348,8 @@ class Pool:
         """
         if self.masked():
             raise Unsupported(f"rounds of new sizes while ranks are masked{self.unless_masked}")
-        sizes = {"hidden": hidden, "num_experts": num_experts, "topk": topk, "dtype": dtype, **sizes}
-        shown = ", ".join(f"{name}={value}" for name, value in sizes.items() if value is not False)
+        options = {**sizes._asdict(), **options}
+        shown = ", ".join(f"{name}={value}" for name, value in options.items() if value is not False)
         if self._presence is not None and method == _LOW_LATENCY:  # ranks may be lost already
             self._members = self._presence.meet(f"{method}({shown})")
             return tokens
