@@ -349,8 +349,8 @@ class Buffer(Bound):
 
     def query_mask_buffer(self, mask_status: torch.Tensor) -> None:
         """Write 1 for each rank that is masked or not connected, and 0 for others; int32 [most ranks]."""
-        here = self._connected - self._masked() - self._apart
-        write_mask(mask_status, [rank not in here for rank in range(self.group_size)])
+        active = self._connected - self._masked() - self._apart
+        write_mask(mask_status, [rank not in active for rank in range(self.group_size)])
 
     def clean_mask_buffer(self) -> None:
         """Take all connected ranks in again that are masked, of which each makes this call."""
@@ -370,8 +370,8 @@ class Buffer(Bound):
         if uses_cuda():
             torch.cuda.current_stream().synchronize()
         met = self._ranks()
-        here = self._connected - self._masked() - self._apart
-        meet(met.store, self.rank, sorted(here), self.timeout_ms / 1e3)
+        active = self._connected - self._masked() - self._apart
+        meet(met.store, self.rank, sorted(active), self.timeout_ms / 1e3)
 
     def destroy(self) -> None:
         """Give the memory back.  Idempotent."""
@@ -452,11 +452,11 @@ class Buffer(Bound):
             raise BadInput("Buffer", "no sizes", "update_memory_buffers() before")
         if not isinstance(ranks, Iterable):
             raise BadInput("remote_ranks", type(ranks).__name__, f"ranks, 0 to {self.group_size - 1}")
-        found = list(ranks)
-        for rank in found:
+        numbers = list(ranks)
+        for rank in numbers:
             if not is_integer(rank) or not 0 <= rank < self.group_size:
                 raise BadInput("remote_ranks", rank, f"0 to {self.group_size - 1}")
-        return set(found)
+        return set(numbers)
 
 
 def _check_store(store: object) -> None:
@@ -483,28 +483,28 @@ def meet(store: Any, rank: int, ranks: Sequence[int], timeout_s: float) -> str:
     Raises:
         Timeout: a rank did not come.
     """
-    here, first, deadline = f"moecomm/nixl_ep/{'-'.join(map(str, ranks))}", ranks[0], time.monotonic() + timeout_s
+    prefix, first, deadline = f"moecomm/nixl_ep/{'-'.join(map(str, ranks))}", ranks[0], time.monotonic() + timeout_s
     seen: dict[int, str] = {}
     name, mine = "", uuid.uuid4().hex
     if rank != first:
-        store.set(f"{here}/ticket/{rank}", mine)
+        store.set(f"{prefix}/ticket/{rank}", mine)
     while True:
         if rank == first:
-            tickets = {other: _read(store, f"{here}/ticket/{other}") for other in ranks if other != first}
+            tickets = {other: _read(store, f"{prefix}/ticket/{other}") for other in ranks if other != first}
             missing = [other for other, ticket in tickets.items() if not ticket]
             if not missing:
                 if tickets != seen:
-                    seen, name = tickets, f"{here}/{mine}/{uuid.uuid4().hex}"
-                    store.set(f"{here}/call", json.dumps([name, seen]))
+                    seen, name = tickets, f"{prefix}/{mine}/{uuid.uuid4().hex}"
+                    store.set(f"{prefix}/call", json.dumps([name, seen]))
                 missing = [other for other in seen if not _read(store, f"{name}/found/{other}")]
                 if not missing:
                     for other in seen:
-                        store.set(f"{here}/ticket/{other}", "")
+                        store.set(f"{prefix}/ticket/{other}", "")
                     store.set(f"{name}/met", "1")
                     return name
         else:
             missing = [first]
-            called, tickets_there = json.loads(_read(store, f"{here}/call") or '["", {}]')
+            called, tickets_there = json.loads(_read(store, f"{prefix}/call") or '["", {}]')
             if tickets_there.get(str(rank)) == mine:
                 if called != name:
                     name = called

@@ -82,17 +82,17 @@ class _Rows(NamedTuple):
                 padding.zero(tensor, src=kept(handle, "src"))
         return rows
 
-    def of_length(self, length: int, given: torch.Tensor | None = None) -> _Rows:
+    def of_length(self, length: int, memory: torch.Tensor | None = None) -> _Rows:
         """Return rows padded with zeros to `length`; in the caller's tensor, values and then scales, if it is given."""
         if self.scales is None:
-            return _Rows(_of_length(self.x, length, given), None)
-        if given is None:
+            return _Rows(_of_length(self.x, length, memory), None)
+        if memory is None:
             return _Rows(_of_length(self.x, length), _of_length(self.scales, length))
-        parts, memory, at = [], given.view(-1).view(torch.uint8), 0
+        parts, begin, memory = [], 0, memory.view(-1).view(torch.uint8)
         for tensor in (self.x, self.scales):
             size = length * tensor.shape[1]
-            parts.append(_of_length(tensor, length, memory[at : at + size].view(length, -1)))
-            at += size
+            parts.append(_of_length(tensor, length, memory[begin : begin + size].view(length, -1)))
+            begin += size
         return _Rows(*parts)
 
     def given(self, counts: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
@@ -132,9 +132,9 @@ class _Group:
         x, scales, row_weights, counts = routed.plan.expert_tensors(routed, counted=True)
         if mxfp8:
             x, scales = routed.x, routed.scales
-        found = _Rows.of(x, scales, routed.handle, zeros=alignment > 1 or not waits)
+        received = _Rows.of(x, scales, routed.handle, zeros=alignment > 1 or not waits)
         total = counts.sum(dim=0, keepdim=True) if needed is None else needed
-        return found, row_weights, counts, total, routed.handle
+        return received, row_weights, counts, total, routed.handle
 
 
 _group: _Group | None = None
@@ -286,9 +286,9 @@ def ep_dispatch(
     most = buffer.recv_capacity_per_rank
     _check_memory("recv_tokens", recv_tokens, tokens, (most, tokens.shape[1]), tokens.dtype, buffer.quantizes)
     _check_memory("recv_topk_weights", recv_topk_weights, tokens, (most,), torch.float32, False)
-    given = recv_tokens, recv_topk_weights
-    found = _Dispatch.apply(tokens, topk_weights, topk_idx, buffer, given)  # type: ignore[no-untyped-call]
-    rows, weights, buffer.graph = found
+    memory = recv_tokens, recv_topk_weights
+    received = _Dispatch.apply(tokens, topk_weights, topk_idx, buffer, memory)  # type: ignore[no-untyped-call]
+    rows, weights, buffer.graph = received
     assert buffer.tokens_per_expert is not None
     return rows, weights, buffer.tokens_per_expert
 
@@ -336,8 +336,8 @@ class _Dispatch(torch.autograd.Function):
         ctx: Any, tokens: torch.Tensor, weights: torch.Tensor, topk_idx: torch.Tensor, buffer: EpBuffer, memory: _Memory
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         group, alignment = buffer.group, buffer.alignment or 1
-        given = (tokens.contiguous(), topk_idx.contiguous(), weights.contiguous())
-        rows, row_weights, counts, total, handle = group.dispatch(*given, alignment, buffer.quantizes)
+        inputs = (tokens.contiguous(), topk_idx.contiguous(), weights.contiguous())
+        rows, row_weights, counts, total, handle = group.dispatch(*inputs, alignment, buffer.quantizes)
         buffer.tokens_per_expert, buffer.total_recv_tokens, buffer.handle = counts.long(), total.long(), handle
         ctx.handle, ctx.sms = handle, group.settings.num_sms
         most = buffer.recv_capacity_per_rank
@@ -351,8 +351,8 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx: Any, grad_rows: torch.Tensor, grad_weights: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
         room = ctx.handle.args.max_rows
         grads = grad_weights[:room].float().contiguous() if ctx.needs_input_grad[1] else None
-        found = _combined(ctx.handle, grad_rows[:room], ctx.sms, weight_grads=grads)
-        x, weights = found if grads is not None else (found, None)
+        sums = _combined(ctx.handle, grad_rows[:room], ctx.sms, weight_grads=grads)
+        x, weights = (sums, None) if grads is None else sums
         return x, weights, None, None, None
 
 
@@ -408,7 +408,7 @@ def _grouped(
     native: Any = importlib.import_module("transformer_engine_torch")
     tensors = "transformer_engine.pytorch.tensor"
     quantizer = importlib.import_module(f"{tensors}.mxfp8_tensor").MXFP8Quantizer
-    found: torch.Tensor = importlib.import_module(f"{tensors}.grouped_tensor").GroupedTensor(
+    grouped: torch.Tensor = importlib.import_module(f"{tensors}.grouped_tensor").GroupedTensor(
         shape=tuple(values.shape),
         dtype=dtype,
         num_tensors=counts.numel(),
@@ -418,38 +418,38 @@ def _grouped(
         first_dims=counts,
         tensor_offsets=native.splits_to_offsets(counts, values.shape[1]),
     )
-    return found
+    return grouped
 
 
-def _of_length(rows: torch.Tensor, length: int, given: torch.Tensor | None = None) -> torch.Tensor:
+def _of_length(rows: torch.Tensor, length: int, memory: torch.Tensor | None = None) -> torch.Tensor:
     """Return rows padded with zeros to `length`; in the caller's tensor, if it is given."""
     missing = length - len(rows)
-    if given is None:
+    if memory is None:
         return rows if missing <= 0 else torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))])
     with torch.no_grad():
-        given[: len(rows)].copy_(rows)
-        given[len(rows) :].zero_()
-    return given.detach()
+        memory[: len(rows)].copy_(rows)
+        memory[len(rows) :].zero_()
+    return memory.detach()
 
 
 def _check_memory(
-    name: str, given: Any, like: torch.Tensor, shape: tuple[int | None, ...], dtype: torch.dtype, cast: bool
+    name: str, memory: Any, like: torch.Tensor, shape: tuple[int | None, ...], dtype: torch.dtype, cast: bool
 ) -> None:
     """Raise BadInput unless a caller's tensor can hold rows of this shape and dtype, or their values and scales."""
-    if given is None:
+    if memory is None:
         return
     rows, *columns = shape
     if rows is None:
         raise BadInput(name, "a tensor", "None, or recv_capacity_per_rank in ep_bootstrap")
-    if not isinstance(given, torch.Tensor) or given.layout is not torch.strided or not given.is_contiguous():
-        raise BadInput(name, described(given), f"a contiguous tensor {list(shape)}")
+    if not isinstance(memory, torch.Tensor) or memory.layout is not torch.strided or not memory.is_contiguous():
+        raise BadInput(name, described(memory), f"a contiguous tensor {list(shape)}")
     if not cast:
-        check_tensor(name, given, device=like.device, dtypes=(dtype,), shape=shape)
+        check_tensor(name, memory, device=like.device, dtypes=(dtype,), shape=shape)
         return
-    check_tensor(name, given, device=like.device, dtypes=(given.dtype,), shape=tuple(given.shape))
+    check_tensor(name, memory, device=like.device, dtypes=(memory.dtype,), shape=tuple(memory.shape))
     hidden = int(columns[0] or 0)
-    if given.nbytes < (need := rows * (hidden + hidden // _MXFP8_BLOCK)):
-        raise BadInput(name, f"{given.nbytes} bytes", f"at least {need}, for values and scales")
+    if memory.nbytes < (need := rows * (hidden + hidden // _MXFP8_BLOCK)):
+        raise BadInput(name, f"{memory.nbytes} bytes", f"at least {need}, for values and scales")
 
 
 def _bootstrapped(name: str) -> _Group:

@@ -47,21 +47,21 @@ class Presence:
             Mismatch: a rank makes another call; names both.
         """
         rank, ranks = self._ranks.rank, range(self._ranks.ranks)
-        here, deadline = f"{self._meetings}/here", time.monotonic() + self._timeout_s
+        prefix, deadline = f"{self._meetings}/here", time.monotonic() + self._timeout_s
         self._meetings += 1
         with closing(self._board(self._timeout_s)) as board:
-            board.write(f"{here}/{rank}", call.encode())
-            while (decided := board.read([f"{here}/members"])) is None:
-                come = [other for other in ranks if board.read([f"{here}/{other}"]) is not None]
+            board.write(f"{prefix}/{rank}", call.encode())
+            while (decided := board.read([f"{prefix}/members"])) is None:
+                come = [other for other in ranks if board.read([f"{prefix}/{other}"]) is not None]
                 gone = [other for other in ranks if other not in come and board.read([f"left/{other}"]) is not None]
                 if len(come) + len(gone) == len(ranks) or time.monotonic() > deadline:
-                    decided = [board.decide(f"{here}/members", json.dumps(come).encode())]
+                    decided = [board.decide(f"{prefix}/members", json.dumps(come).encode())]
                     break
                 board.wait(_LOOK_S)
             members: list[int] = json.loads(decided[0])
             if rank not in members:
                 raise Excluded(rank, tuple(members))
-            calls = board.read([f"{here}/{other}" for other in members]) or []
+            calls = board.read([f"{prefix}/{other}" for other in members]) or []
         for other, theirs in zip(members, calls, strict=True):
             if theirs != call.encode():
                 raise Mismatch("call", call, theirs.decode(errors="replace"), other)
@@ -77,7 +77,7 @@ class Presence:
         with ThreadPoolExecutor(max(1, len(stand_ins))) as pool:
             opening = [pool.submit(open_one, self._as_rank(other)) for other in stand_ins]
             buffer = open_one(self._ranks)
-            others = [one.result() for one in opening]
+            others = [future.result() for future in opening]
         buffer.mask(absent)
         for other in others:
             other.close()

@@ -34,7 +34,7 @@ from moecomm.rounds.call_count import CountedCall
 _PACKED = 8  # columns in an element of NVFP4 rows
 
 
-class Given(NamedTuple):
+class Payload(NamedTuple):
     """The tensors of a dispatch, as moecomm takes them."""
 
     rows: torch.Tensor
@@ -67,7 +67,7 @@ def unpack(x: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     return rows, scales
 
 
-def unpack_all(x: Any) -> Given:
+def unpack_all(x: Any) -> Payload:
     """Return what deep_ep's dispatch takes: rows; rows of one byte an element and scales; NVFP4 rows, scales, factors.
 
     The third is of deep_ep's branch hybrid-ep: int32 `[T, H/8]`, int32 `[T, n]` and float32 `[T, m]`.
@@ -75,14 +75,14 @@ def unpack_all(x: Any) -> Given:
     if not isinstance(x, tuple) or len(x) != 3:
         rows, scales = unpack(x)
         if scales is None or rows.dtype.itemsize != 1 or rows.dtype is torch.float8_e4m3fn:
-            return Given(rows, scales)
-        return Given(rows.view(torch.float8_e4m3fn), scales, dtype=rows.dtype)  # bytes are bytes
+            return Payload(rows, scales)
+        return Payload(rows.view(torch.float8_e4m3fn), scales, dtype=rows.dtype)  # bytes are bytes
     rows, scales = unpack(x[:2])
     factors, _ = unpack(x[2])
     if not rows.dtype is scales.dtype is torch.int32 or factors.dtype is not torch.float32:  # type: ignore[union-attr]
         got = ", ".join(described(tensor) for tensor in x)
         raise BadInput("x", got, "int32 [tokens, hidden / 8], int32 [tokens, hidden / 64], float32 [tokens, n]")
-    return Given(rows, scales, (factors,), (rows.shape[1] * _PACKED, torch.bfloat16))
+    return Payload(rows, scales, (factors,), (rows.shape[1] * _PACKED, torch.bfloat16))
 
 
 def one_bias(bias: Any) -> Any:
@@ -104,7 +104,7 @@ def one_bias(bias: Any) -> Any:
 
 def route(
     pool: Pool,
-    given: Given,
+    tensors: Payload,
     ids: torch.Tensor,
     weights: torch.Tensor | None,
     num_experts: int,
@@ -112,11 +112,11 @@ def route(
     num_sms: int | None,
 ) -> Routed:
     """A flat dispatch; where a rank has more tokens than the Buffer takes, again with a larger one."""
-    rows = given.rows
-    buffer = pool.flat(rows, ids, num_experts, worst, combined=given.combined)
+    rows = tensors.rows
+    buffer = pool.flat(rows, ids, num_experts, worst, combined=tensors.combined)
     pool.calls.begin(buffer.rounds)
     request = limited(num_sms)
-    more: dict[str, Any] = {"scales": given.scales, "extras": given.extras}
+    more: dict[str, Any] = {"scales": tensors.scales, "extras": tensors.extras}
     if worst:
         return run_dispatch(buffer.rounds, request, rows, ids, weights, max_rows=worst, sync=False, **more)
     return grown(
@@ -124,7 +124,7 @@ def route(
         rows,
         ids,
         lambda buffer: run_dispatch(buffer.rounds, request, rows, ids, weights, sync=True, **more),
-        lambda: pool.flat(rows, ids, num_experts, worst, grow=True, combined=given.combined),
+        lambda: pool.flat(rows, ids, num_experts, worst, grow=True, combined=tensors.combined),
         **more,
     )
 
@@ -320,14 +320,14 @@ class Buffer(LowLatency):
         if handle is not None:
             if topk_idx is not None or topk_weights is not None:
                 raise BadInput("handle", "topk_idx or topk_weights beside it", "rows only: it repeats a routing")
-            given = unpack_all(x)
+            tensors = unpack_all(x)
             native = pool.native_of(handle, NormalHandle, _HANDLE)
             pool.calls.begin(native.rounds)
-            more: dict[str, Any] = {"scales": given.scales, "extras": given.extras, "handle": native, "sync": False}
-            routed = run_dispatch(native.rounds, limited(num_sms), given.rows, **more)
-            recv_x = given.arrived(routed.x, routed.scales, routed)
+            more: dict[str, Any] = {"scales": tensors.scales, "extras": tensors.extras, "handle": native, "sync": False}
+            routed = run_dispatch(native.rounds, limited(num_sms), tensors.rows, **more)
+            recv_x = tensors.arrived(routed.x, routed.scales, routed)
             return recv_x, None, None, None, None, finished(async_finish)
-        given = unpack_all(x)
+        tensors = unpack_all(x)
         if num_tokens_per_expert is None:
             raise BadInput("num_tokens_per_expert", "None", "what get_dispatch_layout returned, or handle=")
         check_integer("expert_alignment", expert_alignment, 1)
@@ -345,20 +345,20 @@ class Buffer(LowLatency):
                 raise BadInput("num_tokens_per_expert", described(num_tokens_per_expert), "int32 [experts]")
             if is_token_in_rank is not None:
                 places = {"is_token_in_rank": is_token_in_rank, "num_tokens_per_expert": num_tokens_per_expert}
-                check_same_device(x=given.rows, **places)
+                check_same_device(x=tensors.rows, **places)
             ids = an_expert_of_each_rank(is_token_in_rank, num_experts, self.group_size)
         elif isinstance(ids, torch.Tensor):
             check_dimensions("topk_idx", ids, "tokens", "topk")
-        routed = route(pool, given, ids, topk_weights, num_experts, num_worst_tokens, num_sms)
-        made = NormalHandle(NormalHandle.makers)  # quicker than through a __new__ of its own
-        made.native = routed.handle
-        found: tuple[Any, ...]
+        routed = route(pool, tensors, ids, topk_weights, num_experts, num_worst_tokens, num_sms)
+        new_handle = NormalHandle(NormalHandle.makers)  # quicker than through a __new__ of its own
+        new_handle.native = routed.handle
+        outputs: tuple[Any, ...]
         if routed.unpack is None:  # all in one step
-            found = routed.plan.flat_tensors(routed)
+            outputs = routed.plan.flat_tensors(routed)
         else:
-            found = routed.x, routed.scales, routed.topk_idx, routed.topk_weights
-        recv, recv_scales, recv_topk_idx, recv_topk_weights = found
-        recv_x = given.arrived(recv, recv_scales, routed)
+            outputs = routed.x, routed.scales, routed.topk_idx, routed.topk_weights
+        recv, recv_scales, recv_topk_idx, recv_topk_weights = outputs
+        recv_x = tensors.arrived(recv, recv_scales, routed)
         if topk_idx is None:
             with CountedCall(pool.calls):  # another round
                 counts = exchange_counts(pool, num_tokens_per_expert)
@@ -368,7 +368,7 @@ class Buffer(LowLatency):
         if topk_weights is None:
             recv_topk_weights = None
         counts = aligned(counts, expert_alignment)
-        return recv_x, recv_topk_idx, recv_topk_weights, counts, made, finished(async_finish)
+        return recv_x, recv_topk_idx, recv_topk_weights, counts, new_handle, finished(async_finish)
 
     @counted_by_pool
     def combine(

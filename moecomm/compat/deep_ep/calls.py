@@ -137,7 +137,7 @@ class Calls(CallCount):
         """Forget the words: their memory goes with the Buffers."""
         self._rounds, self._words, self._neighbours = None, [], []
 
-    def _store(self, what: int) -> None:
+    def _store(self, kind_of_call: int) -> None:
         """Number the call and store its word."""
         self._begun += 1
         if self._rounds is None:
@@ -145,19 +145,19 @@ class Calls(CallCount):
         if self._rounds.closed:  # in the child of a fork, which has no part in the calls of its parent
             return self.stop()
         number = self._begun + self.failed
-        self._at, self._word = number % KEPT_CALLS, number << _NUMBER | what
+        self._at, self._word = number % KEPT_CALLS, number << _NUMBER | kind_of_call
         self._words[self._ranks.rank][self._at] = self._word
 
     def _differs(self, words: _Words) -> bool:
         """Return whether another rank makes another call of this number."""
-        there = words[self._at]
-        return there >> _NUMBER == self._word >> _NUMBER and (there ^ self._word) & ~_COMBINES != 0
+        word = words[self._at]
+        return word >> _NUMBER == self._word >> _NUMBER and (word ^ self._word) & ~_COMBINES != 0
 
     def _fail(self, begun: bool, cause: BaseException | None = None) -> None:
         """Raise Mismatch once the ranks that wait for this one are told.  `begun`: it has begun an opening itself."""
-        found = self._difference()
-        assert found is not None, "the words are still there"
-        number, error = found
+        difference = self._difference()
+        assert difference is not None, "the words are still there"
+        number, error = difference
         opens = any(words[number % KEPT_CALLS] & _OPENS for words in self._words if _is(number, words))
         if opens and not begun:  # ranks count the openings of a group: either all have begun this one, or none
             with suppress(MoecommError), opening(self._ranks, self._timeout_s):
@@ -188,8 +188,8 @@ class Calls(CallCount):
     def _named(self, word: int) -> str:
         hashed, text = word & _HASHED, "another call"
         assert self._rounds is not None and self._rounds.session.pages is not None, "there are words"
-        if (found := self._rounds.session.pages.read([f"call/{hashed}"])) is not None:
-            text = found[0].decode(errors="replace")
+        if (noted := self._rounds.session.pages.read([f"call/{hashed}"])) is not None:
+            text = noted[0].decode(errors="replace")
         if word & _COMBINES:
             name = next(name for name in _METHODS if name in text)
             text = text.replace(name, _METHODS[name], 1)

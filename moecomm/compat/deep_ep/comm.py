@@ -45,8 +45,8 @@ def barrier(
     if not isinstance(buffer, BufferBase):
         raise BadInput("buffer", type(buffer).__name__, "an EPBuffer")
     check_context(context_idx)
-    given: Any = buffer
-    given.barrier(wait_comm_stream, with_cpu_sync, sequential)
+    ep_buffer: Any = buffer
+    ep_buffer.barrier(wait_comm_stream, with_cpu_sync, sequential)
 
 
 def check_context(context_idx: int | None) -> None:

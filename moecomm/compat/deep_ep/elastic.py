@@ -178,10 +178,10 @@ class ElasticRounds(BufferBase):
         recv_x = recv_sf = None
         scale_layout: ScaleLayout = "column" if use_tma_aligned_col_major_sf and scales is not None else "row"
         if handle is not None:
-            given = (num_experts, num_max_tokens_per_rank, expert_alignment)
+            repeated = (num_experts, num_max_tokens_per_rank, expert_alignment)
             if cumulative_local_expert_recv_stats is not None:
                 raise BadInput("cumulative_local_expert_recv_stats", "a tensor", "None beside handle")
-            self._check_repeat(handle, given, topk_idx, do_cpu_sync, do_expand)
+            self._check_repeat(handle, repeated, topk_idx, do_cpu_sync, do_expand)
             native = handle.native
             request = dispatch.Request(_overridden(_REPEAT, scale_layout, limit))
             self._pool.calls.begin(native.rounds)
@@ -263,8 +263,8 @@ class ElasticRounds(BufferBase):
         ranks, room = self.num_ranks, None
         if not waits:
             room = expanded_rows(ranks, most, topk, num_experts // ranks, align) if expand else ranks * most
-        found = self._rooms[sizes] = buffer, room, dispatch.Options("expert", align) if expand else _FLAT
-        return found
+        self._rooms[sizes] = buffer, room, dispatch.Options("expert", align) if expand else _FLAT
+        return self._rooms[sizes]
 
     def _send_weights(self, handle: EPHandle, topk_weights: torch.Tensor) -> torch.Tensor:
         """New routing weights for an old dispatch, beside 16-byte rows; they land in the order of its rows."""
@@ -306,9 +306,9 @@ class ElasticRounds(BufferBase):
             raise BadInput("handle", "topk_idx beside it", "rows only: it repeats a routing")
         if do_cpu_sync:
             raise BadInput("do_cpu_sync", True, "None or False beside handle")
-        for name, given in zip(("num_experts", "num_max_tokens_per_rank", "expert_alignment"), sizes, strict=True):
-            if given is not None and given != getattr(handle, name):
-                raise BadInput(name, given, f"{getattr(handle, name)}, which the handle has")
+        for name, size in zip(("num_experts", "num_max_tokens_per_rank", "expert_alignment"), sizes, strict=True):
+            if size is not None and size != getattr(handle, name):
+                raise BadInput(name, size, f"{getattr(handle, name)}, which the handle has")
         if do_expand != handle.do_expand:
             raise Unsupported(f"do_expand={do_expand} with a handle of do_expand={handle.do_expand}")
 

@@ -128,13 +128,13 @@ class CheckedExchange(NamedTuple):
 
 
 def checked_exchange(
-    region: Window, what: Literal["weights", "grads"], redundant: Sequence[Any], own: Sequence[Any], mapping: Any
+    region: Window, kind: Literal["weights", "grads"], redundant: Sequence[Any], own: Sequence[Any], mapping: Any
 ) -> CheckedExchange:
     """Check the arguments of an exchange.  Waits for the device if the mapping is there.
 
     Args:
         region: of the redundant experts of each rank.
-        what: of which the names of arguments are made; gradients are float32 of two dimensions.
+        kind: of which the names of arguments are made; gradients are float32 of two dimensions.
         redundant: `[num_redundant_experts, ...]` each, in the region.
         own: `[num_local_experts, ...]` each, with as many bytes of an expert.
         mapping: int32 `[ranks, num_redundant_experts]`: the expert of each slot, or -1.
@@ -144,8 +144,8 @@ def checked_exchange(
         Unsupported: a CUDA graph is being captured.
     """
     if uses_cuda() and torch.cuda.is_current_stream_capturing():
-        raise Unsupported(f"redundant experts' {what} in a CUDA graph: the host reads redundancy_mapping")
-    name, device, ranks = f"expert_{what}", region.device, region.num_ranks
+        raise Unsupported(f"redundant experts' {kind} in a CUDA graph: the host reads redundancy_mapping")
+    name, device, ranks = f"expert_{kind}", region.device, region.num_ranks
     if not own or len(own) != len(redundant):
         raise BadInput(name, f"{len(own)} beside {len(redundant)} redundant tensors", "as many, and at least one")
     if not isinstance(mapping, torch.Tensor) or mapping.ndim != 2 or len(mapping) != ranks:
@@ -154,24 +154,24 @@ def checked_exchange(
     pairs, places = [], []
     slots = mapping.shape[1]
     experts = len(own[0]) if isinstance(own[0], torch.Tensor) and own[0].ndim else 0
-    for there, here in zip(redundant, own, strict=True):
-        for argument, tensor, first in ((f"redundant_{name}", there, slots), (name, here, experts)):
+    for slots_tensor, experts_tensor in zip(redundant, own, strict=True):
+        for argument, tensor, first in ((f"redundant_{name}", slots_tensor, slots), (name, experts_tensor, experts)):
             if not isinstance(tensor, torch.Tensor) or not tensor.ndim or len(tensor) != first or not first:
                 raise BadInput(argument, described(tensor), f"a tensor [{first or 'experts'}, ...]")
             check_dense(argument, tensor)
-            kind, shape = (torch.float32, (None, None)) if what == "grads" else (tensor.dtype, tensor.shape)
-            check_tensor(argument, tensor, device=device, dtypes=(kind,), shape=shape)
+            dtype, shape = (torch.float32, (None, None)) if kind == "grads" else (tensor.dtype, tensor.shape)
+            check_tensor(argument, tensor, device=device, dtypes=(dtype,), shape=shape)
             if not tensor.is_contiguous():
                 raise BadInput(argument, "a tensor with gaps", "a contiguous one")
-        size, offset = here.nbytes // experts, there.data_ptr() - region.local.data_ptr()
+        size, offset = experts_tensor.nbytes // experts, slots_tensor.data_ptr() - region.local.data_ptr()
         if not size or size % get_num_tma_alignment():
             raise BadInput(name, f"{size} bytes an expert", f"a multiple of {get_num_tma_alignment()}")
-        if there.nbytes != slots * size:
-            raise BadInput(f"redundant_{name}", f"{there.nbytes // slots} bytes an expert", f"{size}, as {name}")
-        if not 0 <= offset <= region.nbytes - there.nbytes:
+        if slots_tensor.nbytes != slots * size:
+            raise BadInput(f"redundant_{name}", f"{slots_tensor.nbytes // slots} bytes an expert", f"{size}, as {name}")
+        if not 0 <= offset <= region.nbytes - slots_tensor.nbytes:
             raise BadInput(f"redundant_{name}", "memory elsewhere", "a tensor in the region of redundant experts")
-        shared = SharedTensor(region, (slots, *here.shape[1:]), here.dtype, offset)
-        pairs.append((shared, here.detach()))
+        shared = SharedTensor(region, (slots, *experts_tensor.shape[1:]), experts_tensor.dtype, offset)
+        pairs.append((shared, experts_tensor.detach()))
         places.append((offset, size))
     rows, held = mapping.tolist(), []
     for rank, row in enumerate(rows):
@@ -182,8 +182,8 @@ def checked_exchange(
             if expert // experts == region.rank:
                 held.append((rank, slot, expert % experts))
     text = f"num_local_experts={experts}, redundancy_mapping={zlib.crc32(repr(rows).encode()):08x}"
-    text += f", {what} at={[at for at, _ in places]}, bytes={[size for _, size in places]}"
-    return CheckedExchange(pairs, held, what == "grads", text)
+    text += f", {kind} at={[begin for begin, _ in places]}, bytes={[size for _, size in places]}"
+    return CheckedExchange(pairs, held, kind == "grads", text)
 
 
 def exchange(region: Window, checked: CheckedExchange) -> None:
@@ -197,11 +197,11 @@ def exchange(region: Window, checked: CheckedExchange) -> None:
     region.barrier()  # ranks have read, or written, what is in their slots
     for rank, slot, expert in checked.held:
         for shared, own in checked.pairs:
-            there = shared.of(rank)[slot]
+            slot_values = shared.of(rank)[slot]
             if checked.adds:
-                own[expert].add_(there)
+                own[expert].add_(slot_values)
             else:
-                there.copy_(own[expert])
+                slot_values.copy_(own[expert])
     region.barrier()
 
 
@@ -397,9 +397,9 @@ class EPBuffer(ElasticRounds):
             Mismatch: ranks passed other mappings or sizes.
             Timeout, PeerLost, Aborted: a rank did not come.
         """
-        there, here = _listed(redundant_expert_weights), _listed(expert_weights)
+        redundant, own = _listed(redundant_expert_weights), _listed(expert_weights)
         return self._exchange(
-            "weights", "lb_prefetch_weights", there, here, redundancy_mapping, num_sms, previous_event
+            "weights", "lb_prefetch_weights", redundant, own, redundancy_mapping, num_sms, previous_event
         )
 
     @counted_by_pool
@@ -423,15 +423,15 @@ class EPBuffer(ElasticRounds):
         Raises:
             As lb_prefetch_weights().
         """
-        there, here = [redundant_expert_grads], [expert_grads]
-        return self._exchange("grads", "lb_reduce_grads", there, here, redundancy_mapping, num_sms, previous_event)
+        redundant, own = [redundant_expert_grads], [expert_grads]
+        return self._exchange("grads", "lb_reduce_grads", redundant, own, redundancy_mapping, num_sms, previous_event)
 
     def _exchange(
         self,
-        what: Literal["weights", "grads"],
+        kind: Literal["weights", "grads"],
         call: str,
-        there: list[Any],
-        here: list[Any],
+        redundant: list[Any],
+        own: list[Any],
         mapping: Any,
         num_sms: Any,
         previous_event: Any,
@@ -439,16 +439,16 @@ class EPBuffer(ElasticRounds):
         self._pool.require_open()
         if (region := self._redundant) is None:
             raise BadInput("lb_allocation_plan_or_num_bytes", 0, f"a region for redundant experts, for {call}")
-        made: list[CheckedExchange] = []
+        agreed: list[CheckedExchange] = []
 
         def checked() -> str:
             check_integer("num_sms", num_sms, 0)
             wait_for(previous_event)
-            made.append(checked_exchange(region, what, there, here, mapping))
-            return made[0].text
+            agreed.append(checked_exchange(region, kind, redundant, own, mapping))
+            return agreed[0].text
 
         self._pool.calls.agree(f"EPBuffer.{call}", checked)
-        exchange(region, made[0])
+        exchange(region, agreed[0])
         return finished(True)
 
     def _memory(self) -> dict[str, int]:
@@ -463,10 +463,10 @@ def _check_deferred(defer_epilogue: bool, async_with_compute_stream: bool) -> No
         raise BadInput("defer_epilogue", True, "async_with_compute_stream=True beside it")
 
 
-def _deferred(made: tuple[Any, ...]) -> EventOverlap:
+def _deferred(outputs: tuple[Any, ...]) -> EventOverlap:
     """The event of a call, which hands out its other results."""
     event: EventOverlap
-    *results, event = made
+    *results, event = outputs
     event.register_hook_after_wait(lambda: tuple(results))
     return event
 

@@ -221,15 +221,15 @@ class EPHandle:
         if not self.do_expand:
             src, idx = kept(self.native, "src"), self.recv_topk_idx
             slots = torch.full_like(idx, -1, dtype=torch.int32)
-            here = idx >= 0
+            is_local = idx >= 0
         else:
             slots = expert_rows(self.native, rows)
             most = max(1, self.native.args.max_rows)
             src = (
                 kept(self.native, "src")[slots.amax(dim=1).clamp(0, most - 1).long()] if rows else slots.new_zeros(0, 2)
             )
-            here = slots >= 0
-        first = here.int().argmax(dim=1).int()
+            is_local = slots >= 0
+        first = is_local.int().argmax(dim=1).int()
         token = src[:, 0] * self.num_max_tokens_per_rank + src[:, 1]
         return torch.cat([token.unsqueeze(1), (src[:, 0] * topk + first).unsqueeze(1), slots], dim=1)
 
@@ -253,9 +253,9 @@ class EPHandle:
         src, ranks, tokens = kept(self.native, "src"), self.native.rounds.num_ranks, self.num_max_tokens_per_rank
         row = torch.arange(len(src), dtype=torch.int32, device=src.device)
         valid = (row < kept(self.native, "num_rows")) & (src[:, 0] >= 0)
-        at = torch.where(valid, src[:, 0] * tokens + src[:, 1], ranks * tokens)  # the last place: no token
+        place = torch.where(valid, src[:, 0] * tokens + src[:, 1], ranks * tokens)  # the last place: no token
         came = torch.zeros(ranks * tokens + 1, dtype=torch.bool, device=src.device)
-        return came.index_fill_(0, at.long(), True)[:-1].view(ranks, tokens)
+        return came.index_fill_(0, place.long(), True)[:-1].view(ranks, tokens)
 
 
 def expert_rows(native: Handle, tokens: int) -> torch.Tensor:
@@ -263,16 +263,16 @@ def expert_rows(native: Handle, tokens: int) -> torch.Tensor:
     topk = native.plan.topk
     if not isinstance(native, ChunkedHandle):
         return table(native, native.args.route.rows, (tokens, topk), torch.int32)
-    src, found, keys = kept(native, "src").long(), [], []
+    src, rows_of_chunks, keys = kept(native, "src").long(), [], []
     key = src[:, 0] * native.rounds.num_ranks * native.rounds.max_tokens + src[:, 1]
     for chunk in native.chunks:
-        here = key[chunk.places].unique()  # type: ignore[no-untyped-call]
-        slots = table(chunk.handle, chunk.handle.args.route.rows, (len(here), topk), torch.int32).long()
+        local_keys = key[chunk.places].unique()  # type: ignore[no-untyped-call]
+        slots = table(chunk.handle, chunk.handle.args.route.rows, (len(local_keys), topk), torch.int32).long()
         whole = torch.full((chunk.handle.args.max_rows + 1,), -1, device=src.device)  # the last place: no row
         whole[chunk.rows] = chunk.places
-        found.append(whole[slots])
-        keys.append(here)
-    return torch.cat(found)[torch.cat(keys).argsort()].int()
+        rows_of_chunks.append(whole[slots])
+        keys.append(local_keys)
+    return torch.cat(rows_of_chunks)[torch.cat(keys).argsort()].int()
 
 
 def most_expanded_rows(native: Handle, tokens: int, alignment: int) -> int:
@@ -340,5 +340,5 @@ class HybridEPDispatchHandle(LazyTuple):
     def local_expert_routing_map(self) -> torch.Tensor:
         """Return which experts here a row is for."""
         local, experts = kept(self.native, "topk_idx"), self.native.plan.local_experts
-        found = torch.zeros((len(local), experts + 1), dtype=torch.bool, device=local.device)
-        return found.scatter_(1, torch.where(local >= 0, local, experts).long(), True)[:, :experts]
+        routing_map = torch.zeros((len(local), experts + 1), dtype=torch.bool, device=local.device)
+        return routing_map.scatter_(1, torch.where(local >= 0, local, experts).long(), True)[:, :experts]

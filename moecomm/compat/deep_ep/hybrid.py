@@ -123,16 +123,16 @@ class HybridEPBuffer(OverPool):
         """
         if use_fp8 is not None:
             check_flag("use_fp8", use_fp8)
-        given = {"hidden_dim": hidden_dim, "num_of_experts_per_rank": num_local_experts, "pad_multiple": pad_multiple}
-        given = {name: value for name, value in given.items() if value is not None}
-        for name, value in given.items():
+        sizes = {"hidden_dim": hidden_dim, "num_of_experts_per_rank": num_local_experts, "pad_multiple": pad_multiple}
+        sizes = {name: value for name, value in sizes.items() if value is not None}
+        for name, value in sizes.items():
             check_integer(name, value, 0, MOST_SIZE)
         if num_of_tokens_per_rank is not None:
             check_integer("num_of_tokens_per_rank", num_of_tokens_per_rank, 0, MOST_SIZE)
             tokens = -(-num_of_tokens_per_rank // 16) * 16  # as deep_ep rounds
             if tokens > self.config.max_num_of_tokens_per_rank:
                 self.config.max_num_of_tokens_per_rank, self._agreed = tokens, False
-        values = vars(self.config) | given
+        values = vars(self.config) | sizes
         dtype = torch.uint8 if (self.use_fp8 if use_fp8 is None else use_fp8) else torch.bfloat16
         return SimpleNamespace(**values | {"token_data_type": dtype} | kwargs)
 
@@ -169,15 +169,15 @@ class HybridEPBuffer(OverPool):
             return routed.x.view(as_given), None, routed.scales, handle
         by_ids = topk_idx, topk_weights, num_of_experts
         routing, routed = self._routed(hidden, by_ids, routing_map, probs, None, rows, scaling_factor, options)
-        made = HybridEPDispatchHandle(HybridEPDispatchHandle.makers)
-        made.native, made.config = routed.handle, self.config
-        made.ids, made.num_experts = routing.ids, routing.num_experts
-        found = None
+        new_handle = HybridEPDispatchHandle(HybridEPDispatchHandle.makers)
+        new_handle.native, new_handle.config = routed.handle, self.config
+        new_handle.ids, new_handle.num_experts = routing.ids, routing.num_experts
+        recv_probs = None
         if routing.weights is not None:
             weights = routed.topk_weights
             assert weights is not None, "of flat rows"
-            found = weights_at(made.experts, weights, made.num_experts)
-        return routed.x.view(as_given), found, routed.scales, made
+            recv_probs = weights_at(new_handle.experts, weights, new_handle.num_experts)
+        return routed.x.view(as_given), recv_probs, routed.scales, new_handle
 
     @counted_by_pool
     def combine(
@@ -195,8 +195,8 @@ class HybridEPBuffer(OverPool):
             check_dimensions("probs", probs, "rows", "experts")
             shape = (native.y_shape[0], handle.num_experts)
             check_tensor("probs", probs, device=native.plan.device, dtypes=(torch.float32,), shape=shape)
-            at = handle.experts
-            grads = probs.gather(1, at.clamp(min=0).long()).masked_fill_(at < 0, 0)
+            experts = handle.experts
+            grads = probs.gather(1, experts.clamp(min=0).long()).masked_fill_(experts < 0, 0)
         options = combining.Options(num_sms=limit_of(hidden, self.num_sms_combine_api))
         self._pool.calls.begin(native.rounds, combines=True)
         out = combining.combine(native.rounds, combining.Request(options), hidden, native, weight_grads=grads)
@@ -265,10 +265,10 @@ class HybridEPBuffer(OverPool):
             counts = counts.to("cpu", copy=True)
         native = routed.handle
         rows = native.args.max_rows if num_permuted_tokens is None else num_permuted_tokens
-        made = self._handle(native, routing, counts, rows)
-        found = x, None if routing.weights is None else weights, scales
-        received = self._received(routed, found, rows, pad_multiple, as_given)
-        return (*received, counts, made)
+        new_handle = self._handle(native, routing, counts, rows)
+        outputs = x, None if routing.weights is None else weights, scales
+        received = self._received(routed, outputs, rows, pad_multiple, as_given)
+        return (*received, counts, new_handle)
 
     @counted_by_pool
     def combine_with_unpermute(
@@ -464,10 +464,10 @@ class HybridEPBuffer(OverPool):
         return options
 
     def _received(
-        self, routed: Routed, found: _Received, rows: int, pad_multiple: int | None, as_given: torch.dtype
+        self, routed: Routed, outputs: _Received, rows: int, pad_multiple: int | None, as_given: torch.dtype
     ) -> _Received:
         """Return rows, weights and scales with padding zeroed, in the caller's dtype, and at least `rows` rows."""
-        x, weights, scales = found
+        x, weights, scales = outputs
         if pad_multiple is not None and pad_multiple > 1:
             src = kept(routed.handle, "src")
             padding.zero(x, src=src)
@@ -510,14 +510,14 @@ def indices_to_map(
         dtypes=(torch.int64, torch.int32),
         shape=(num_of_tokens, None),
     )
-    at = torch.where(topk_idx >= 0, topk_idx, num_of_experts).long()
+    column = torch.where(topk_idx >= 0, topk_idx, num_of_experts).long()
     shape = (num_of_tokens, num_of_experts + 1)
-    routing_map = torch.zeros(shape, dtype=torch.bool, device=at.device).scatter_(1, at, True)
+    routing_map = torch.zeros(shape, dtype=torch.bool, device=column.device).scatter_(1, column, True)
     routing_map = routing_map[:, :num_of_experts].contiguous()
     if topk_weights is None:
         return routing_map, None
-    check_tensor("topk_weights", topk_weights, device=at.device, dtypes=(torch.float32,), shape=tuple(at.shape))
-    probs = torch.zeros(shape, dtype=torch.float32, device=at.device).scatter_(1, at, topk_weights)
+    check_tensor("topk_weights", topk_weights, device=column.device, dtypes=(torch.float32,), shape=tuple(column.shape))
+    probs = torch.zeros(shape, dtype=torch.float32, device=column.device).scatter_(1, column, topk_weights)
     return routing_map, probs[:, :num_of_experts].contiguous()
 
 

@@ -76,6 +76,7 @@ def batched_room(settings: Settings) -> Room:
     return Room(rounds * round_bytes, (rounds - 1) * tables, round_bytes)
 
 
+_FLAT = Request(Options("flat"))
 _LOW_LATENCY = "Buffer.low_latency_dispatch"
 _TIMEOUT_S = 100.0  # of a wait, as in DeepEP's kernels (NUM_TIMEOUT_CYCLES)
 _LEAST_TOKENS = 128
@@ -378,7 +379,7 @@ def grown(
     buffer: Buffer,
     x: torch.Tensor,
     topk_idx: torch.Tensor,
-    one: Callable[[Buffer], _Result],
+    dispatch_in: Callable[[Buffer], _Result],
     larger: Callable[[], Buffer],
     *,
     scales: torch.Tensor | None = None,
@@ -391,26 +392,28 @@ def grown(
 
     Args:
         buffer: that all ranks have.
-        one: dispatches in a Buffer, and waits.
+        dispatch_in: dispatches in a Buffer, and waits.
         larger: opens a larger Buffer.  Collective.
         x, topk_idx, scales, layout, alignment, gradients, extras: of the dispatch.
     """
     try:
         if x.shape[0] <= buffer.max_tokens:
-            return one(buffer)
-        none = None if scales is None else scales[:0]
+            return dispatch_in(buffer)
         options = Options(layout, alignment)  # those of the ranks that wait: a difference would be told first
-        request = Request(options, gradients=gradients, grow=True)
-        how: dict[str, Any] = {"max_rows": 1, "sync": True}
-        how["extras"] = tuple(extra[:0] for extra in extras)
-        dispatch(buffer.rounds, request, x[:0].detach(), topk_idx[:0], scales=none, **how)
+        dispatch(
+            buffer.rounds,
+            Request(options, gradients=gradients, grow=True),
+            x[:0].detach(),
+            topk_idx[:0],
+            scales=None if scales is None else scales[:0],
+            extras=tuple(extra[:0] for extra in extras),
+            max_rows=1,
+            sync=True,
+        )
     except Mismatch as error:  # a rank has asked for a larger Buffer; where all have, there is none
         if error.field != GROW:
             raise
-    return one(larger())
-
-
-_FLAT = Request(Options("flat"))
+    return dispatch_in(larger())
 
 
 def within_budgets(pool: Pool, ids: torch.Tensor, num_experts: int, rows: int, alignment: int) -> budgets.Kept:

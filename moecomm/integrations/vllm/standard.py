@@ -23,7 +23,7 @@ from vllm.v1.worker.ubatching import (
 
 from moecomm import combine as combining
 from moecomm.base.experts import experts_of
-from moecomm.compat.deep_ep.buffer import Given, route
+from moecomm.compat.deep_ep.buffer import Payload, route
 from moecomm.dispatch.routed import Routed
 from moecomm.integrations.vllm.managers import OpenedBuffers
 from moecomm.integrations.vllm.quantization import Cast, cast, for_experts, is_cast_first
@@ -81,7 +81,7 @@ class StandardPrepareAndFinalize(PrepareAndFinalize):
             is_cast = not defer_input_quant and is_cast_first(self._rounds, quant_config)
             sent = cast(rows, quant_config) if is_cast else Cast(rows)
             ids, weights = topk_ids.contiguous(), topk_weights.float().contiguous()
-            given = Given(sent.rows.contiguous(), sent.scales, combined=(a1.shape[1], a1.dtype))
+            given = Payload(sent.rows.contiguous(), sent.scales, combined=(a1.shape[1], a1.dtype))
         dbo_yield_and_switch_from_compute_to_comm()
         with CountedCall(self._rounds.pool.calls):
             routed = route(self._rounds.pool, given, ids, weights, num_experts, 0, self._rounds.num_sms)
