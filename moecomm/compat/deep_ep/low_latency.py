@@ -150,7 +150,8 @@ class LowLatencyHandle(LazyTuple):
 
     native: Handle
     topk_idx: torch.Tensor  # of the dispatch, by which a combine knows it again
-    ids: torch.Tensor  # for the round that sends weights; the caller may have changed `topk_idx` since
+    ids: torch.Tensor  # for the round that sends weights: a copy, where the dispatch was given none of them
+    ids_version: int | None = None  # of the caller's tensor; None: a copy, or one without a version
     topk_weights: torch.Tensor | None  # those that the dispatch carried, until others have taken their place
     weights_follow: bool  # see _Kind
     first: Handle | None = None  # of the dispatch, whose rows the caller has, where a later one has lost a rank
@@ -295,6 +296,8 @@ class LowLatency(OverPool):
         handle.weights_follow = kind.weights_follow
         keeps_ids = repeats or (topk_weights is None and kind.weights_follow)
         handle.ids = topk_idx.clone() if keeps_ids else topk_idx
+        if kind.weights_follow and not keeps_ids and not topk_idx.is_inference():
+            handle.ids_version = topk_idx._version
         account = write_scales = None
         if kind.request is _PLAIN:
             recv_x, counts = routed.plan.batched_tensors(routed)
@@ -423,6 +426,8 @@ class LowLatency(OverPool):
             topk_weights = _without_the_left_out(native, topk_idx, topk_weights)
         if topk_weights is not handle.topk_weights:
             if handle.weights_follow:
+                if handle.ids_version is not None and handle.ids_version != handle.ids._version:
+                    raise BadInput("topk_idx", "a tensor that has changed since its dispatch", "one that stays")
                 _send_weights(pool, native, handle.ids, topk_weights)
                 handle.topk_weights = None
             else:
