@@ -13,7 +13,6 @@ import torch
 import moecomm
 from moecomm.compat import deep_ep
 from moecomm.compat.deep_ep import Buffer, Config, ElasticBuffer, HybridEPBuffer
-from moecomm.compat.deep_ep.elastic import EXPERIMENTS
 from moecomm.ranks.rendezvous import Alone
 
 STATS = torch.zeros(1, dtype=torch.int64)
@@ -119,12 +118,6 @@ def test_what_newer_ones_have_may_be_given_as_nothing(buffer: Buffer) -> None:
     low_latency(buffer, use_nvfp4=False, x_global_scale=torch.ones(1))  # as deep_ep's own test does
     combined, _, _ = combine(buffer, overlap=False, src_signals=None, comp_signal=None, threshold=0, num_sms=None)
     assert combined.shape == X.shape
-
-
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_experiments_of_deep_ep_are_not_supported(name: str) -> None:
-    with pytest.raises(moecomm.Unsupported, match=name):
-        getattr(ElasticBuffer, name)(1, 2)
 
 
 def table(text: str) -> list[str]:

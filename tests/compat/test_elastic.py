@@ -10,7 +10,7 @@ import torch
 
 import moecomm
 from moecomm.compat import deep_ep
-from moecomm.compat.deep_ep import Buffer, ElasticBuffer, EPHandle, EventHandle
+from moecomm.compat.deep_ep import Buffer, ElasticBuffer, EPBuffer, EPHandle, EventHandle, EventOverlap
 
 from ..backends.conftest import all_ranks
 from . import oracle
@@ -25,6 +25,22 @@ def psum(counts: list[int]) -> list[int]:
 
 def aligned(counts: list[int], alignment: int) -> list[int]:
     return [-(-n // alignment) * alignment for n in counts]
+
+
+# Classes, and options of their calls.  EPBuffer has the rounds of ElasticBuffer, and other parameters around them.
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "elastic": (ElasticBuffer, {}),
+    "ep": (EPBuffer, {}),
+    "ep deferred": (EPBuffer, {"defer_epilogue": True, "async_with_compute_stream": True}),
+}
+BY_KIND = [("elastic", seed) for seed in range(6)] + [
+    (kind, seed) for kind in ("ep", "ep deferred") for seed in (1, 2, 3)
+]
+
+
+def results(outcome: Any) -> Any:
+    """The results of a call and its event, whose wait returns them where the call is deferred."""
+    return (*outcome.wait(), outcome) if isinstance(outcome, EventOverlap) else outcome
 
 
 def check_common(handle: EPHandle, case: oracle.Case, rank: int, alignment: int, synced: bool) -> None:
@@ -54,26 +70,30 @@ def check_common(handle: EPHandle, case: oracle.Case, rank: int, alignment: int,
 
 
 @pytest.mark.parametrize("synced", [True, False])
-@pytest.mark.parametrize("seed", range(6))
-def test_without_expanding(seed: int, synced: bool) -> None:
+@pytest.mark.parametrize(("kind", "seed"), BY_KIND)
+def test_without_expanding(kind: str, seed: int, synced: bool) -> None:
+    cls, options = KINDS[kind]
     case = oracle.random_case(seed, ranks=1 + seed % 4)
     alignment = [1, 8][seed % 2]
 
     def body(group: Any) -> None:
-        buffer = ElasticBuffer(group, num_max_tokens_per_rank=TOKENS, hidden=HIDDEN, num_topk=4)
+        buffer = cls(group, num_max_tokens_per_rank=TOKENS, hidden=HIDDEN, num_topk=4)
         rank, want = buffer.rank_idx, oracle.normal(case)[buffer.rank_idx]
         x, rows = case.x[rank], len(want.src)
         stats = torch.full((case.local_experts,), 3, dtype=torch.int32)
-        recv_x, idx, weights, handle, event = buffer.dispatch(
-            x,
-            case.topk_idx[rank],
-            case.topk_weights[rank],
-            cumulative_local_expert_recv_stats=stats,
-            num_experts=case.num_experts,
-            expert_alignment=alignment,
-            do_cpu_sync=synced,
+        recv_x, idx, weights, handle, event = results(
+            buffer.dispatch(
+                x,
+                case.topk_idx[rank],
+                case.topk_weights[rank],
+                cumulative_local_expert_recv_stats=stats,
+                num_experts=case.num_experts,
+                expert_alignment=alignment,
+                do_cpu_sync=synced,
+                **options,
+            )
         )
-        assert event.event is None
+        assert (event.event is None) == (not options)
         assert stats.tolist() == [3 + n for n in want.num_recv_tokens_per_expert]
         assert len(recv_x) == len(idx) == len(weights) == (rows if synced else case.ranks * TOKENS)
         assert torch.equal(recv_x[:rows], oracle.rows(case, want.src))
@@ -84,18 +104,20 @@ def test_without_expanding(seed: int, synced: bool) -> None:
             aligned(want.num_recv_tokens_per_expert, alignment)
         )
 
-        again, cached_idx, cached_weights, same, _ = buffer.dispatch(x * 2, handle=handle)
+        again, cached_idx, cached_weights, same, _ = results(buffer.dispatch(x * 2, handle=handle, **options))
         assert same is handle and cached_weights is None
         assert torch.equal(again[:rows], recv_x[:rows] * 2) and torch.equal(cached_idx[:rows], idx[:rows])
-        _, _, cached_weights, _, _ = buffer.dispatch(x, topk_weights=case.topk_weights[rank] * 2, handle=handle)
+        _, _, cached_weights, _, _ = results(
+            buffer.dispatch(x, topk_weights=case.topk_weights[rank] * 2, handle=handle, **options)
+        )
         assert torch.equal(cached_weights[:rows], weights[:rows] * 2)
 
-        combined, returned, _ = buffer.combine(recv_x, handle, topk_weights=weights)
+        combined, returned, _ = results(buffer.combine(recv_x, handle, topk_weights=weights, **options))
         times = want.is_token_in_rank.sum(1, keepdim=True)
         assert torch.equal(combined, (times * x.float()).bfloat16())
         assert torch.equal(returned, torch.where(case.topk_idx[rank] >= 0, case.topk_weights[rank], 0.0))
         bias = torch.ones_like(x)
-        combined, returned, _ = buffer.combine(recv_x, handle, bias=(bias, bias))
+        combined, returned, _ = results(buffer.combine(recv_x, handle, bias=(bias, bias), **options))
         assert returned is None and torch.equal(combined, (times * x.float() + 2).bfloat16())
         buffer.barrier()
         buffer.destroy()
@@ -104,8 +126,9 @@ def test_without_expanding(seed: int, synced: bool) -> None:
 
 
 @pytest.mark.parametrize("synced", [True, False])
-@pytest.mark.parametrize("seed", range(6))
-def test_expanding(seed: int, synced: bool) -> None:
+@pytest.mark.parametrize(("kind", "seed"), BY_KIND)
+def test_expanding(kind: str, seed: int, synced: bool) -> None:
+    cls, options = KINDS[kind]
     case = oracle.random_case(seed, ranks=1 + seed % 4)
     # The same expert twice is what deep_ep does not take, and has no room for without a CPU sync.
     for ids in case.topk_idx:
@@ -117,19 +140,21 @@ def test_expanding(seed: int, synced: bool) -> None:
     wants, local = oracle.expanded(case, alignment), case.local_experts
 
     def body(group: Any) -> None:
-        buffer = ElasticBuffer(group, num_max_tokens_per_rank=TOKENS, allow_multiple_reduction=seed % 2 == 0)
+        buffer = cls(group, num_max_tokens_per_rank=TOKENS, allow_multiple_reduction=seed % 2 == 0)
         rank, want = buffer.rank_idx, wants[buffer.rank_idx]
         x, idx, weights = case.x[rank], case.topk_idx[rank], case.topk_weights[rank]
-        recv_x, recv_idx, recv_weights, handle, event = buffer.dispatch(
-            x,
-            topk_idx=idx,
-            topk_weights=weights,
-            num_experts=case.num_experts,
-            expert_alignment=alignment,
-            do_expand=True,
-            do_zero_padding=True,
-            do_cpu_sync=synced,
-            async_with_compute_stream=True,
+        recv_x, recv_idx, recv_weights, handle, event = results(
+            buffer.dispatch(
+                x,
+                topk_idx=idx,
+                topk_weights=weights,
+                num_experts=case.num_experts,
+                expert_alignment=alignment,
+                do_expand=True,
+                do_zero_padding=True,
+                do_cpu_sync=synced,
+                **{"async_with_compute_stream": True, **options},
+            )
         )
         event.current_stream_wait()
         most = case.ranks * TOKENS * min(idx.shape[1], local) + (alignment - 1) * local
@@ -153,16 +178,20 @@ def test_expanding(seed: int, synced: bool) -> None:
                     assert row_weights is None or row_weights[row] == case.topk_weights[source][token, k] * times
 
         check(recv_x, recv_weights, 1)
-        again, _, cached_weights, same, _ = buffer.dispatch(x * 2, handle=handle, do_expand=True, do_zero_padding=True)
+        again, _, cached_weights, same, _ = results(
+            buffer.dispatch(x * 2, handle=handle, do_expand=True, do_zero_padding=True, **options)
+        )
         assert same is handle and cached_weights is None
         check(again, None, 2)
-        again, _, cached_weights, _, _ = buffer.dispatch(
-            x * 2, topk_weights=weights * 2, handle=handle, do_expand=True, do_zero_padding=True
+        again, _, cached_weights, _, _ = results(
+            buffer.dispatch(
+                x * 2, topk_weights=weights * 2, handle=handle, do_expand=True, do_zero_padding=True, **options
+            )
         )
         check(again, cached_weights, 2)
 
         picked = (idx >= 0).sum(1, keepdim=True)
-        combined, returned, _ = buffer.combine(recv_x, handle, topk_weights=recv_weights)
+        combined, returned, _ = results(buffer.combine(recv_x, handle, topk_weights=recv_weights, **options))
         torch.testing.assert_close(combined.float(), picked * x.float(), rtol=2**-7, atol=1e-5)
         assert torch.equal(returned, torch.where(idx >= 0, weights, 0.0))
 
@@ -195,19 +224,6 @@ def test_scales_travel_in_rows_or_columns(expand: bool, by_column: bool, kind: s
                 assert recv_sf.stride() == ((1, -(-len(src) // 4) * 4) if by_column else (HIDDEN // 128, 1))
 
     all_ranks(3, body)
-
-
-def test_outputs_of_many_layers_may_be_alive() -> None:
-    def body(group: Any) -> None:
-        buffer = ElasticBuffer(group, num_max_tokens_per_rank=256)
-        x = torch.arange(256 * 8, dtype=torch.float32).view(256, 8)
-        idx = torch.tensor([[0, 1]]).expand(256, 2).contiguous()
-        for expand in (False, True):
-            made = [buffer.dispatch(x + i, idx, num_experts=2, do_expand=expand) for i in range(12)]
-            for i, (recv_x, *_) in enumerate(made):
-                assert torch.equal(recv_x, torch.cat([x + i] * 2))
-
-    all_ranks(2, body)
 
 
 def test_what_a_buffer_says_of_itself() -> None:

@@ -16,7 +16,6 @@ from moecomm.compat.deep_ep import BufferAllocator, EPBuffer, EPHandle
 from tests.conftest import Ranks
 
 from ..backends.conftest import all_ranks
-from . import oracle
 
 TOKENS, HIDDEN = 14, 256  # num_max_tokens_per_rank; the cases have at most 12
 MIB = 1 << 20
@@ -26,108 +25,6 @@ MIB = 1 << 20
 def on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regions of redundant experts have no tensor to tell the device by."""
     monkeypatch.setenv("MOECOMM_BACKEND", "host")
-
-
-def distinct_case(seed: int, ranks: int) -> oracle.Case:
-    """deep_ep takes no token that picks an expert twice.  Values are small integers, so that every sum is exact."""
-    case = oracle.random_case(seed, ranks=ranks)
-    for x, ids in zip(case.x, case.topk_idx, strict=True):
-        x.copy_(torch.randint(-8, 9, x.shape, generator=torch.Generator().manual_seed(seed)))
-        for row in ids:
-            for k in range(1, len(row)):
-                if row[k] in row[:k]:
-                    row[k] = -1
-    return case
-
-
-def launch(buffer: EPBuffer, name: str, deferred: bool, **given: Any) -> Any:
-    """A call without its event, which has been waited for."""
-    given |= {"previous_event": buffer.capture(), "allocate_on_comm_stream": True, "async_with_compute_stream": True}
-    result = getattr(buffer, name)(defer_epilogue=deferred, **given)
-    if deferred:
-        assert isinstance(result, deep_ep.EventOverlap)
-        return result.wait()
-    result[-1].current_stream_wait()
-    return result[:-1]
-
-
-def combined(case: oracle.Case, rank: int, scale: float, biases: int) -> torch.Tensor:
-    """Every expert returns `scale` times its row."""
-    picked = (case.topk_idx[rank] >= 0).sum(1, keepdim=True)
-    return (picked * case.x[rank].float() * scale + 3.0 * biases).bfloat16()
-
-
-@pytest.mark.parametrize("deferred", [False, True])
-@pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("seed", range(4))
-def test_dispatch_and_combine(seed: int, fp8: bool, deferred: bool) -> None:
-    case = distinct_case(seed, ranks=1 + seed % 4)
-    alignment, biases, synced = [1, 128][seed % 2], seed % 3, seed != 2
-    sent = [oracle.cast_to_fp8(x, round_scale=False) if fp8 else (x, None) for x in case.x]
-    wants, expanded = oracle.normal(case), oracle.expanded(case, alignment)
-
-    def rows_of(recv_x: Any, src: list[tuple[int, int]], at: list[int]) -> None:
-        recv, scales = recv_x if fp8 else (recv_x, None)
-        sources = [[one[part] for one in sent] for part in range(1 + fp8)]
-        assert torch.equal(recv[at].float(), oracle.rows(case, src, [x.float() for x in sources[0]]))
-        assert scales is None or torch.equal(scales[at], oracle.rows(case, src, sources[1]))
-
-    def body(group: Any) -> None:
-        buffer = EPBuffer(group, num_max_tokens_per_rank=TOKENS, hidden=HIDDEN, deterministic=True)
-        rank, want, wide = buffer.rank_idx, wants[buffer.rank_idx], expanded[buffer.rank_idx]
-        x: Any = sent[rank] if fp8 else sent[rank][0]
-        ids, weights = case.topk_idx[rank], case.topk_weights[rank].masked_fill(case.topk_idx[rank] < 0, 0)
-        bias = (None, torch.full_like(case.x[rank], 3.0), (torch.full_like(case.x[rank], 3.0),) * 2)[biases]
-        given = {"x": x, "topk_idx": ids, "topk_weights": weights, "num_experts": case.num_experts}
-        given |= {"expert_alignment": alignment, "do_cpu_sync": synced}
-        stats = torch.zeros(case.local_experts, dtype=torch.int32)
-        counted = {"cumulative_local_expert_recv_stats": stats}
-        recv_x, recv_ids, recv_weights, handle = launch(buffer, "dispatch", deferred, **given, **counted)
-        wide_x, no_ids, wide_weights, wide_handle = launch(buffer, "dispatch", deferred, **given, do_expand=True)
-        assert no_ids is None and handle.topk_idx is ids and wide_handle.topk_idx is ids
-        assert stats.tolist() == want.num_recv_tokens_per_expert
-
-        rows = len(want.src)
-        assert len(recv_ids) == (rows if synced else case.ranks * TOKENS)
-        rows_of(recv_x, want.src, list(range(rows)))
-        assert recv_ids[:rows].tolist() == want.recv_topk_idx
-        torch.testing.assert_close(recv_weights[:rows].tolist(), want.recv_topk_weights)
-        at, origins = [], []
-        for row, origin in enumerate(wide.rows):
-            if origin is not None:
-                at.append(row)
-                origins.append(origin)
-        rows_of(wide_x, [origin[:2] for origin in origins], at)
-        kept = [float(case.topk_weights[source][token, k]) for source, token, k in origins]
-        torch.testing.assert_close(wide_weights[at].tolist(), kept)
-        assert int(handle.psum_num_recv_tokens_per_scaleup_rank[-1]) == rows
-        assert wide_handle.recv_src_metadata[:rows, 2:].tolist() == wide.slots
-
-        again, again_ids, none, same = launch(buffer, "dispatch", deferred, x=x, handle=handle)
-        assert same is handle and none is None and torch.equal(again_ids[:rows], recv_ids[:rows])
-        rows_of(again, want.src, list(range(rows)))
-        repeat = {"do_expand": True, "do_zero_padding": True, "topk_weights": weights}
-        again, none, again_weights, _ = launch(buffer, "dispatch", deferred, x=x, handle=wide_handle, **repeat)
-        rows_of(again, [origin[:2] for origin in origins], at)
-        padding = [row for row, origin in enumerate(wide.rows) if origin is None]
-        assert none is None and torch.equal(again_weights[at], wide_weights[at])
-        assert (again_weights[padding] == 0).all() and ((again[0] if fp8 else again)[padding].float() == 0).all()
-
-        y = torch.zeros(len(recv_ids), HIDDEN, dtype=torch.bfloat16)
-        here = torch.tensor([sum(e >= 0 for e in row) for row in want.recv_topk_idx]).view(-1, 1)
-        y[:rows] = (oracle.rows(case, want.src).float() * here).bfloat16()
-        back = {"topk_weights": recv_weights, "bias": bias, "handle": handle}
-        out, out_weights = launch(buffer, "combine", deferred, x=y, **back)
-        assert torch.equal(out, combined(case, rank, 1, biases)) and torch.equal(out_weights, weights)
-        wide_y = torch.zeros(len(wide_weights), HIDDEN, dtype=torch.bfloat16)
-        wide_y[at] = oracle.rows(case, [origin[:2] for origin in origins]) * 2
-        back = {"topk_weights": wide_weights, "bias": bias, "handle": wide_handle}
-        out, out_weights = launch(buffer, "combine", deferred, x=wide_y, **back)
-        assert torch.equal(out, combined(case, rank, 2, biases)) and torch.equal(out_weights, weights)
-        buffer.barrier()
-        buffer.destroy()
-
-    all_ranks(case.ranks, body)
 
 
 def test_a_deferred_call_wants_an_event() -> None:

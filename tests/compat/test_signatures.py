@@ -179,8 +179,6 @@ REFUSED = {
     deep_ep.ElasticBuffer: "get_engram_storage_size_hint engram_write engram_fetch get_pp_buffer_size_hint"
     " pp_set_config pp_send pp_recv get_agrs_num_max_session_bytes get_agrs_buffer_size_hint agrs_set_config"
     " create_agrs_session destroy_agrs_session agrs_new_session agrs_get_inplace_tensor all_gather",
-    deep_ep: "EngramBuffer BucketBuffer BucketSession PPBuffer",
-    deep_ep.comm: "NCCLCommHandle get_nccl_comm_handle",
     nixl_ep.Buffer: "get_dispatch_layout ht_dispatch ht_combine",
 }
 # Attributes of objects; `runtime` is None after destroy().
