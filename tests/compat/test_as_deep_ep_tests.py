@@ -1,17 +1,15 @@
-"""Checks that deep_ep's own tests make: of normal calls as its test of one node does, and of its second interface."""
+"""Checks that deep_ep's own tests make of its second interface."""
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
 
-from moecomm.compat.deep_ep import Buffer, Config, ElasticBuffer
+from moecomm.compat.deep_ep import ElasticBuffer
 
 from ..backends.conftest import all_ranks
-from . import oracle
 
 RANKS, TOKENS, HIDDEN, TOPK, EXPERTS = 4, 24, 256, 4, 16
 LOCAL = EXPERTS // RANKS
@@ -25,69 +23,6 @@ def routing(rank: int, masked: bool = False) -> tuple[torch.Tensor, torch.Tensor
         ids[torch.rand(ids.shape, generator=g) < 0.3] = -1
         weights[ids < 0] = 0
     return ids, weights
-
-
-def has_token(ids: torch.Tensor) -> torch.Tensor:
-    return torch.stack([((ids >= 0) & (ids // LOCAL == rank)).any(dim=1) for rank in range(RANKS)], dim=1)
-
-
-def cast_back(q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    return (q.float().unflatten(1, (-1, 128)) * scales.unsqueeze(2)).flatten(1).bfloat16()
-
-
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("fp8", [False, True])
-def test_normal_calls(fp8: bool, masked: bool) -> None:
-    """Rows say where they come from.  Weights beside -1 are filled in, as its test does, and all of them are added."""
-
-    def body(group: Any) -> None:
-        buffer, rank, config = Buffer(group), group.rank, Config(24, 8, 256)
-        x = torch.full((TOKENS, HIDDEN), float(rank)).bfloat16()
-        sent = oracle.cast_to_fp8(x, round_scale=False) if fp8 else x
-        if isinstance(sent, tuple):
-            sent = (sent[0], sent[1].T.contiguous().T)
-        ids, _ = routing(rank, masked)
-        weights = torch.full((TOKENS, TOPK), rank + 1.0)
-        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, EXPERTS)
-        assert torch.equal(in_rank, has_token(ids)) and torch.equal(per_rank.long(), in_rank.sum(dim=0))
-        given: dict[str, Any] = {
-            "num_tokens_per_rank": per_rank,
-            "is_token_in_rank": in_rank,
-            "num_tokens_per_expert": per_expert,
-            "config": config,
-        }
-        plain, none, _, plain_counts, plain_handle, _ = buffer.dispatch(sent, **given)
-        recv, recv_ids, recv_weights, counts, handle, _ = buffer.dispatch(
-            sent, topk_idx=ids, topk_weights=weights, **given
-        )
-        rows = cast_back(*recv) if fp8 else recv
-        assert none is None and plain_counts == counts
-        assert torch.equal(cast_back(*plain) if fp8 else plain, rows)
-        ends = handle[0][:, rank].tolist()
-        assert ends == list(
-            itertools.accumulate(int(has_token(routing(r, masked)[0])[:, rank].sum()) for r in range(RANKS))
-        )
-        assert counts == [int((recv_ids == e).sum()) for e in range(LOCAL)]
-        for source, (start, end) in enumerate(itertools.pairwise([0, *ends])):
-            assert (rows[start:end] == source).all()
-            filled = recv_weights[start:end].amax(dim=1, keepdim=True).expand(-1, TOPK)
-            assert (filled == source + 1).all() and (recv_weights[start:end][recv_ids[start:end] < 0] == 0).all()
-        worst, worst_ids, worst_weights, no_counts, _, _ = buffer.dispatch(
-            sent, topk_idx=ids, topk_weights=weights, num_worst_tokens=TOKENS * RANKS, **given
-        )
-        assert no_counts == [] and torch.equal((cast_back(*worst) if fp8 else worst)[: len(rows)], rows)
-        assert torch.equal(worst_ids[: len(rows)], recv_ids) and (worst_ids[len(rows) :] == -1).all()
-        assert torch.equal(worst_weights[: len(rows)], recv_weights)
-        cached, *_ = buffer.dispatch(sent, handle=plain_handle, config=config)
-        assert torch.equal(cast_back(*cached) if fp8 else cached, rows)
-
-        fill = torch.where(recv_ids < 0, recv_weights.amax(dim=1, keepdim=True), recv_weights)
-        combined, returned, _ = buffer.combine(rows, handle, topk_weights=fill, config=config)
-        times = in_rank.sum(dim=1, keepdim=True)
-        assert torch.equal(combined, (x.float() * times).bfloat16())
-        assert torch.equal(returned, weights * times)
-
-    all_ranks(RANKS, body)
 
 
 @pytest.mark.parametrize("allow_multiple_reduction", [False, True])

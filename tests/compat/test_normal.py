@@ -68,10 +68,12 @@ def test_every_field(seed: int) -> None:
         assert torch.equal(again, recv_x * 2)
 
         y = recv_x * 0.5
-        combined, returned, _ = buffer.combine(y, handle, topk_weights=weights)
-        times = want.is_token_in_rank.sum(1, keepdim=True)
-        assert torch.equal(combined, (times * (x * 0.5).float()).bfloat16())
-        equal(returned, torch.where(case.topk_idx[rank] >= 0, case.topk_weights[rank], 0.0), torch.float32)
+        times, picked = want.is_token_in_rank.sum(1, keepdim=True), case.topk_idx[rank] >= 0
+        for fill in (0.0, 4.0):  # beside -1, as deep_ep's own test has them: all of them are added
+            combined, returned, _ = buffer.combine(y, handle, topk_weights=weights.masked_fill(idx < 0, fill))
+            assert torch.equal(combined, (times * (x * 0.5).float()).bfloat16())
+            want_weights = torch.where(picked, case.topk_weights[rank], 0.0) + fill * (times - picked.int())
+            torch.testing.assert_close(returned, want_weights, rtol=2**-22, atol=0)
         bias = torch.randn(x.shape, generator=torch.Generator().manual_seed(rank)).bfloat16()
         exact = times * (x * 0.5).float() + bias.float()
         combined, returned, _ = buffer.combine(y, handle, bias=bias)

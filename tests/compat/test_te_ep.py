@@ -111,19 +111,6 @@ def test_results_lie_in_the_callers_memory(ranks: Any, alignment: int) -> None:
     assert ranks.run(RANKS, _in_given_memory, alignment) == [[True] * 6] * RANKS
 
 
-def _memory_of_eager_mode(rank: int, group: Any) -> str:
-    buffer, tokens = opened(group), Tokens(rank)
-    with pytest.raises(moecomm.BadInput) as raised:
-        te_ep.ep_dispatch(buffer, tokens.x, tokens.ids, tokens.scores, recv_tokens=torch.zeros(ROOM, HIDDEN))
-    te_ep.ep_finalize()
-    return str(raised.value)
-
-
-def test_memory_for_as_many_rows_as_arrive_is_refused(ranks: Any) -> None:
-    words = "recv_tokens: got a tensor; want None, or recv_capacity_per_rank in ep_bootstrap"
-    assert ranks.run(RANKS, _memory_of_eager_mode) == [words] * RANKS
-
-
 def _same(rank: int, group: Any) -> dict[str, list[bool]]:
     return {name: same_as_plain(rank, group, settings) for name, settings in CASES.items()}
 
@@ -211,6 +198,8 @@ def _refused(rank: int, group: Any) -> list[str]:
         words(lambda: te_ep.is_symm_backed(rows)),
         words(lambda: te_ep.ep_dispatch(*given)),
     ]
+    eager = opened(group)
+    found.append(words(lambda: te_ep.ep_dispatch(eager, tokens.x, tokens.ids, tokens.scores, recv_tokens=rows)))
     return found
 
 
@@ -229,7 +218,8 @@ def test_what_is_not_supported_is_named(ranks: Any) -> None:
         "BadInput ep_combine",
         "Unsupported symm_mem_alloc",
         "Unsupported is_symm_backed",
-        "TooManyRows",
+        "TooManyRows recv_capacity_per_rank",
+        "BadInput recv_tokens: got a tensor; want None, or recv_capacity_per_rank in ep_bootstrap",
     ]
     for found in ranks.run(RANKS, _refused):
         assert [words[: len(name)] for words, name in zip(found, names, strict=True)] == names

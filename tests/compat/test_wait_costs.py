@@ -73,7 +73,10 @@ def test_the_waits_of_a_call_are_added(hook: bool) -> None:
             assert int(dispatched.argmax()) == LATE
 
 
-@pytest.mark.parametrize("bad", [torch.zeros(2, dtype=torch.int32), torch.zeros(3, dtype=torch.int64), 7])
+LONG = torch.zeros(3, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("bad", [LONG[:2].int(), LONG, LONG[:2].to("meta"), 7])
 def test_what_waits_cannot_be_added_to_is_refused(bad: Any) -> None:
     def body(group: Any) -> None:
         buffer = Buffer(group, low_latency_mode=True)
