@@ -200,15 +200,19 @@ def test_expanding(kind: str, seed: int, synced: bool) -> None:
 
 @pytest.mark.parametrize("by_column", [False, True])
 @pytest.mark.parametrize("expand", [False, True])
-@pytest.mark.parametrize("kind", ["e4m3", "bytes"])
-def test_scales_travel_in_rows_or_columns(expand: bool, by_column: bool, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "cls"),
+    [("e4m3", ElasticBuffer), ("bytes", ElasticBuffer), ("e4m3", EPBuffer)],
+    ids=["e4m3", "bytes", "ep"],
+)
+def test_scales_travel_in_rows_or_columns(expand: bool, by_column: bool, kind: str, cls: Any) -> None:
     case = oracle.random_case(3, ranks=3, topk=1)
     fp8 = [oracle.cast_to_fp8(x, round_scale=False) for x in case.x]
     rows = [q if kind == "e4m3" else q.view(torch.uint8) for q, _ in fp8]
     scales = [s if kind == "e4m3" else s.view(torch.int32) for _, s in fp8]
 
     def body(group: Any) -> None:
-        buffer = ElasticBuffer(group, num_max_tokens_per_rank=TOKENS, use_fp8_dispatch=True)
+        buffer = cls(group, num_max_tokens_per_rank=TOKENS, use_fp8_dispatch=True)
         rank = buffer.rank_idx
         src = [o[:2] for o in oracle.expanded(case, 1)[rank].rows if o] if expand else oracle.normal(case)[rank].src
         options = {"do_expand": expand, "use_tma_aligned_col_major_sf": by_column}

@@ -351,6 +351,20 @@ def test_normal_and_low_latency_calls_take_turns_on_one_buffer() -> None:
     all_ranks(2, body)
 
 
+def test_cleaning_receives_what_a_hook_has_not() -> None:
+    """It dispatches.  CPU ranks receive at once where they mask, so the hook of GPU ranks is set by hand."""
+
+    def body(group: Any) -> None:
+        buffer, called = Buffer(group, enable_shrink=True), []
+        buffer.low_latency_dispatch(torch.zeros(1, 128).bfloat16(), torch.zeros(1, 1, dtype=torch.int64), 4, 2)
+        (opened,) = buffer._pool.low_latency()
+        buffer._pool.receiving[id(opened)] = lambda: called.append(True)
+        buffer.clean_low_latency_buffer(4, 128, 2)
+        assert called == [True]
+
+    all_ranks(2, body)
+
+
 def test_no_rank_is_masked() -> None:
     def body(group: Any) -> None:
         buffer = Buffer(group, enable_shrink=True)

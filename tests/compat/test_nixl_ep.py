@@ -218,6 +218,13 @@ def test_one_rank_connects_nobody() -> None:
     buffer = open_buffer(dist.HashStore(), 0)
     exact_round(buffer)
     exact_round(buffer, zero_copy=True)
+    for dtype, options in (
+        (torch.float32, {}),
+        (torch.float32, {"round_scale": True}),
+        (torch.int32, {"round_scale": True, "use_ue8m0": True}),
+    ):
+        (_, scales), *_ = buffer.dispatch(torch.ones(1, 512).bfloat16(), torch.tensor([[0]]), 1, **options)
+        assert scales.dtype is dtype
     buffer.barrier()
     buffer.destroy()
 

@@ -249,6 +249,23 @@ def test_objects_have_the_same_attributes(kind: Any) -> None:
     assert buffer.runtime is None
 
 
+@pytest.mark.parametrize("kind", [deep_ep.ElasticBuffer, deep_ep.EPBuffer])
+def test_a_setting_is_the_attribute_of_its_name(kind: Any) -> None:
+    settings = {
+        "num_max_tokens_per_rank": 9,
+        "deterministic": True,
+        "allow_hybrid_mode": False,
+        "allow_multiple_reduction": False,
+        "prefer_overlap_with_compute": False,
+        "num_allocated_qps": 7,
+        "explicitly_destroy": True,
+    }
+    usual = {name: getattr(kind("self"), name) for name in settings}
+    for name, value in settings.items():
+        buffer = kind("self", **{name: value})
+        assert {other: getattr(buffer, other) for other in settings} == {**usual, name: value}
+
+
 def test_attributes_are_those_of_deep_ep() -> None:
     assert deep_ep.Buffer.num_sms == 20
     assert str(deep_ep.topk_idx_t) == "torch.int64"

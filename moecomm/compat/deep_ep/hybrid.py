@@ -49,6 +49,13 @@ class _Routing(NamedTuple):
     few: bool = False  # far fewer experts a token than columns of ids: the window is for rows that callers ask for
 
 
+class _Sent(NamedTuple):
+    hidden: torch.Tensor
+    scales: torch.Tensor | None
+    rows: int | None  # that the caller makes room for; None: the host waits for as many as arrive
+    options: Options
+
+
 class HybridEPBuffer(OverPool):
     """Dispatch grouped by expert, with or without padding, and combine; the backward pass of each is the other.
 
@@ -168,7 +175,8 @@ class HybridEPBuffer(OverPool):
             routed = dispatch(native.rounds, Request(options), hidden, scales=scaling_factor, handle=native, sync=False)
             return routed.x.view(as_given), None, routed.scales, handle
         by_ids = topk_idx, topk_weights, num_of_experts
-        routing, routed = self._routed(hidden, by_ids, routing_map, probs, None, rows, scaling_factor, options)
+        sent = _Sent(hidden, scaling_factor, rows, options)
+        routing, routed = self._routed(sent, by_ids, routing_map, probs)
         new_handle = HybridEPDispatchHandle(HybridEPDispatchHandle.makers)
         new_handle.native, new_handle.config = routed.handle, self.config
         new_handle.ids, new_handle.num_experts = routing.ids, routing.num_experts
@@ -258,8 +266,9 @@ class HybridEPBuffer(OverPool):
             return (*received, handle.tokens_per_expert, handle)
         options = self._options_of(hidden, pad_multiple or 1)
         hidden, as_given = _values(hidden)
-        by_ids, sizes = (topk_idx, topk_weights, num_of_experts), (num_of_experts_per_rank, num_permuted_tokens)
-        routing, routed = self._routed(hidden, by_ids, routing_map, probs, *sizes, scaling_factor, options)
+        sent = _Sent(hidden, scaling_factor, num_permuted_tokens, options)
+        by_ids = topk_idx, topk_weights, num_of_experts
+        routing, routed = self._routed(sent, by_ids, routing_map, probs, num_of_experts_per_rank)
         x, scales, weights, counts = routed.plan.expert_tensors(routed, counted=True)
         if not non_blocking:
             counts = counts.to("cpu", copy=True)
@@ -305,82 +314,57 @@ class HybridEPBuffer(OverPool):
 
     def _routed(
         self,
-        hidden: torch.Tensor,
+        sent: _Sent,
         by_ids: tuple[torch.Tensor | None, torch.Tensor | None, int | None],
         routing_map: torch.Tensor | None,
         probs: torch.Tensor | None,
-        per_rank: int | None,
-        rows: int | None,
-        scales: torch.Tensor | None,
-        options: Options,
+        per_rank: int | None = None,
     ) -> tuple[_Routing, Routed]:
         """Dispatch by topk_idx, topk_weights and num_of_experts, or by a map."""
-        if routing_map is not None:
-            check_map(hidden, routing_map, probs)
-            self._check_experts(routing_map.shape[1], per_rank)
-            return self._route_map(hidden, routing_map, probs, rows, scales, options)
         topk_idx, topk_weights, num_experts = by_ids
-        if topk_idx is None or num_experts is None:
+        if routing_map is not None:
+            check_map(sent.hidden, routing_map, probs)
+            num_experts = routing_map.shape[1]
+        elif topk_idx is None or num_experts is None:
             raise BadInput("routing_map", "None", "it, topk_idx and num_of_experts, or handle")
-        check_dimensions("topk_idx", topk_idx, "tokens", "topk")
-        self._check_experts(num_experts, per_rank)
-        if rows is not None:
-            shape, dtypes = (hidden.shape[0], None), (torch.int64, torch.int32)
-            check_tensor("topk_idx", topk_idx, device=hidden.device, dtypes=dtypes, shape=shape)
-        routing = self._within(_Routing(topk_idx, topk_weights, num_experts), rows, options)
-        return routing, self._route(hidden, routing, rows, scales, options)
-
-    def _check_experts(self, num_experts: int, per_rank: int | None) -> None:
+        else:
+            check_dimensions("topk_idx", topk_idx, "tokens", "topk")
         check_experts(num_experts, self.group_size)
-        if per_rank is None:
-            return
-        check_integer("num_of_experts_per_rank", per_rank, 1)
-        if per_rank != num_experts // self.group_size:
-            raise BadInput("num_of_experts_per_rank", per_rank, f"{num_experts // self.group_size}, as the routing has")
+        if per_rank is not None:
+            check_integer("num_of_experts_per_rank", per_rank, 1)
+            if per_rank != (local := num_experts // self.group_size):
+                raise BadInput("num_of_experts_per_rank", per_rank, f"{local}, as the routing has")
+        if routing_map is not None:
+            return self._route_map(sent, routing_map, probs)
+        assert topk_idx is not None, "has just been checked"
+        if sent.rows is not None:
+            shape, dtypes = (sent.hidden.shape[0], None), (torch.int64, torch.int32)
+            check_tensor("topk_idx", topk_idx, device=sent.hidden.device, dtypes=dtypes, shape=shape)
+        return self._route(sent, _Routing(topk_idx, topk_weights, num_experts))
 
-    def _route_map(
-        self,
-        hidden: torch.Tensor,
-        routing_map: torch.Tensor,
-        probs: torch.Tensor | None,
-        rows: int | None,
-        scales: torch.Tensor | None,
-        options: Options,
-    ) -> tuple[_Routing, Routed]:
+    def _route_map(self, sent: _Sent, routing_map: torch.Tensor, probs: torch.Tensor | None) -> tuple[_Routing, Routed]:
         """Dispatch by a routing map.
 
         With `rows` nothing waits, so there is room for the most experts that a token can have.  Without `rows`, a token
         with more experts than any before ends the round on all ranks, which then make room together.
         """
         num_experts = routing_map.shape[1]
-        if rows is not None:
-            routing = _Routing(*ids_of(routing_map, probs, min(MAX_TOPK, num_experts)), num_experts, few=True)
-            routing = self._within(routing, rows, options)
-            return routing, self._route(hidden, routing, rows, scales, options)
+        if sent.rows is not None:
+            ids, weights = ids_of(routing_map, probs, min(MAX_TOPK, num_experts))
+            return self._route(sent, _Routing(ids, weights, num_experts, few=True))
         if self._topk == 0:
-            self._topk = self._most_picks(routing_map, options)
-        routing = _Routing(*ids_of(routing_map, probs, self._topk), num_experts)
+            self._topk = self._most_picks(routing_map, sent.options)
+        ids, weights = ids_of(routing_map, probs, self._topk)
         try:
-            return routing, self._route(hidden, routing, None, scales, options)
+            return self._route(sent, _Routing(ids, weights, num_experts))
         except BadInput as error:
             if error.argument != "topk_idx" or error.got != f"expert {num_experts}":
                 raise
-            most = self._most_picks(routing_map, options)
+            most = self._most_picks(routing_map, sent.options)
             if most <= self._topk:  # what an earlier call has left behind
                 raise
         self._topk = min(MAX_TOPK, 1 << (most - 1).bit_length())  # so that it grows a few times at most
-        routing = _Routing(*ids_of(routing_map, probs, self._topk), num_experts)
-        return routing, self._route(hidden, routing, None, scales, options)
-
-    def _within(self, routing: _Routing, rows: int | None, options: Options) -> _Routing:
-        """The routing without what the budgets of `rows`, ours and those of other ranks, have no room for.
-
-        A flat dispatch, whose caller knows how many rows come, has none.
-        """
-        if rows is None or options.layout == "flat":
-            return routing
-        kept = within_budgets(self._pool, routing.ids, routing.num_experts, rows, options.expert_alignment)
-        return routing._replace(ids=kept.ids, overflow=kept.overflow)
+        return self._route_map(sent, routing_map, probs)
 
     def _handle(self, native: Handle, routing: _Routing, counts: torch.Tensor, rows: int) -> HybridEPHandle:
         handle = HybridEPHandle(HybridEPHandle.makers)
@@ -400,44 +384,45 @@ class HybridEPBuffer(OverPool):
             raise BadInput("routing_map", f"{most} experts for a token of a rank", f"at most {MAX_TOPK}")
         return max(1, most)
 
-    def _route(
-        self,
-        hidden: torch.Tensor,
-        routing: _Routing,
-        rows: int | None,
-        scales: torch.Tensor | None,
-        options: Options,
-    ) -> Routed:
-        """A dispatch by expert; where a rank has more tokens than the Buffer takes, again with a larger one."""
+    def _route(self, sent: _Sent, routing: _Routing) -> tuple[_Routing, Routed]:
+        """Dispatch; where a rank has more tokens than the Buffer takes, again with a larger one.
+
+        Budgets of `rows`, ours and those of other ranks, leave entries of the routing out.  A flat dispatch, whose
+        caller knows how many rows come, has none.
+        """
+        hidden, scales, rows, options = sent
+        if rows is not None and options.layout == "expert":
+            entries = within_budgets(self._pool, routing.ids, routing.num_experts, rows, options.expert_alignment)
+            routing = routing._replace(ids=entries.ids, overflow=entries.overflow)
         ids, weights, num_experts, _, few = routing
-        most, layout = self.config.max_num_of_tokens_per_rank, options.layout  # other tokens once they grow
-        key = (hidden.shape[1], hidden.dtype, num_experts, ids.shape[1], few, most, rows is None, layout)
+        most = self.config.max_num_of_tokens_per_rank  # other tokens once they grow
+        key = (hidden.shape[1], hidden.dtype, num_experts, ids.shape[1], few, most, rows is None, options.layout)
         buffer = self._buffers.get(key)
         if buffer is None:
-            buffer = self._buffers[key] = self._buffer(hidden, routing, rows, layout, grow=False)
+            buffer = self._buffers[key] = self._buffer(sent, routing, grow=False)
         self._pool.calls.begin(buffer.rounds)
         request = Request(options)
         if rows is not None:
-            return dispatch(buffer.rounds, request, hidden, ids, weights, scales=scales, max_rows=rows, sync=False)
-        return grown(
+            routed = dispatch(buffer.rounds, request, hidden, ids, weights, scales=scales, max_rows=rows, sync=False)
+            return routing, routed
+        routed = grown(
             buffer,
             hidden,
             ids,
             lambda buffer: dispatch(buffer.rounds, request, hidden, ids, weights, scales=scales, sync=True),
-            lambda: self._buffer(hidden, routing, rows, layout, grow=True),
+            lambda: self._buffer(sent, routing, grow=True),
             scales=scales,
-            layout=layout,
+            layout=options.layout,
             alignment=options.expert_alignment,
         )
+        return routing, routed
 
-    def _buffer(
-        self, hidden: torch.Tensor, routing: _Routing, rows: int | None, layout: Layout, *, grow: bool
-    ) -> Buffer:
-        dtype = torch.bfloat16 if hidden.dtype is torch.float8_e4m3fn else hidden.dtype
-        sizes = self.config
+    def _buffer(self, sent: _Sent, routing: _Routing, *, grow: bool) -> Buffer:
+        hidden, _, rows, options = sent
+        method, sizes = _METHODS[options.layout], self.config
         if grow or not self._agreed:
             tokens = len(hidden) if grow else max(len(hidden), sizes.max_num_of_tokens_per_rank)
-            most = self._pool.calls.agree(_METHODS[layout], f"num_of_experts={routing.num_experts}", tokens)
+            most = self._pool.calls.agree(method, f"num_of_experts={routing.num_experts}", tokens)
             sizes.max_num_of_tokens_per_rank, self._agreed = most, True
         return self._pool.elastic(
             hidden.device,
@@ -445,11 +430,11 @@ class HybridEPBuffer(OverPool):
             routing.num_experts,
             routing.ids.shape[1],
             sizes.max_num_of_tokens_per_rank,
-            dtype,
-            expand=layout == "expert",
+            torch.bfloat16 if hidden.dtype is torch.float8_e4m3fn else hidden.dtype,
+            expand=options.layout == "expert",
             rows=rows if routing.few else None,
             waits=rows is None,
-            method=_METHODS[layout],
+            method=method,
         )
 
     def _options_of(self, hidden: torch.Tensor, align: int, layout: Layout = "expert") -> Options:
