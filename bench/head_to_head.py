@@ -34,11 +34,6 @@ _COPIED = (
     "- DeepEP V2 copies `topk_idx` in each dispatch of this run, which takes it a small kernel: its default, "
     "`do_handle_copy`. The benchmark now leaves the copy out, as moecomm's dispatch makes none."
 )
-_PPLX = (
-    "- pplx-kernels runs with its defaults, too, and has one time, because its calls must alternate. Its published "
-    "times cover at most 128 tokens, as here. It returns one bf16 row for each (token, expert) and rounds "
-    "once: compare it with moecomm's pair, whose `fp32 wire` rounds once as well."
-)
 
 
 def found() -> str:
@@ -52,7 +47,7 @@ def front() -> list[str]:
     """Return paragraphs of the main README: picture, short table, sources."""
     used = found()
     result = load(used)
-    others = [name for name in beside.libraries(result) if name not in ("moecomm", "pplx-kernels")]
+    others = [name for name in beside.libraries(result) if name != "moecomm"]
     lines = []
     for one in beside.operations(result):
         if one.payload not in beside.MAIN or not {*others} & {*one.best} or (one.tokens, one.layout) == (128, "expert"):
@@ -108,8 +103,6 @@ def others(used: str) -> str:
     )
     if not any(row["who"] == "deep_ep elastic" and NOT_COPIED in row["variant"] for row in result["rows"]):
         notes += f"\n{_COPIED}"
-    if "pplx-kernels" in beside.libraries(result):
-        notes += f"\n{_PPLX}"
     return "\n\n".join([head, shown(used), notes, _versions(result)])
 
 
@@ -174,6 +167,6 @@ def _time(best: beside.Best | None) -> str:
 
 
 def _versions(result: dict[str, Any]) -> str:
-    words = {"deep_ep": "DeepEP", "nccl_ep": "NCCL EP", "flashinfer": "FlashInfer", "pplx": "pplx-kernels"}
-    shown = (f"{words.get(name, name)} {version}" for name, version in result["libraries"].items())
+    words = {"deep_ep": "DeepEP", "nccl_ep": "NCCL EP", "flashinfer": "FlashInfer"}
+    shown = (f"{word} {result['libraries'][name]}" for name, word in words.items() if name in result["libraries"])
     return f"Versions: {', '.join(shown)}."

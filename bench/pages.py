@@ -46,9 +46,8 @@ Written by `python bench/readme.py`.  Single calls of moecomm, of NCCL and of to
 [How things are timed](../performance.md).
 {OPENED}  {LEGEND}  [bench](../../bench/README.md) says which times are marked.
 
-`torch-symm-mem`, torch's own all-to-all over symmetric memory, was measured with Mixtral 8x7B alone: torch 2.11 takes
-at most 15 experts a rank, and with these numbers of ranks a rank of DeepSeek-V3 has more.  UCCL-EP was not measured:
-the benchmark has no adapter for it, and its CPU proxies need a network, which these machines lack."""
+UCCL-EP was not measured: the benchmark has no adapter for it, and its CPU proxies need a network, which these machines
+lack."""
 
 GPU_TESTS = "" if checks.GPU_TESTS in names() else "No run of `tests/gpu/run` is kept since the runner notes them.  "
 CHECKED_HEAD = f"""# Measured checks

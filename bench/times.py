@@ -26,6 +26,7 @@ from tables import (
 )
 
 OPERATIONS = ("times", "zipf", "recorded", "symm-mem")
+_GONE = ("torch-symm-mem",)  # libraries that the benchmark no longer measures
 _LIBRARY = 2  # the column that names the library
 _EAGER = (8, 9)  # the columns of eager times and host times, of operations and of layers
 _SLOW = 1.2  # eager over graph: above it, the host alone does not explain the time
@@ -85,7 +86,7 @@ def rows_of(name: str) -> list[str]:
     """Return the rows of one result."""
     result, lines = load(name), []
     for row in result["rows"]:
-        if "alone_us" not in row:
+        if "alone_us" not in row or row["who"] in _GONE:
             continue
         ours = row["who"] == "moecomm"
         if ours and row["what"] == "pair":

@@ -14,7 +14,6 @@ LIBRARIES = {  # by what their rows are called
     "nccl_ep expert-major": "NCCL EP",
     "nccl_ep low-latency": "NCCL EP",
     "flashinfer": "FlashInfer",
-    "pplx": "pplx-kernels",
 }
 MAIN = ("", "fp8")  # payloads in pictures and short tables
 _OURS = {"flat": ("y in the window", "y outside"), "expert": ("bf16 wire",), "batched": ("bf16 wire",)}  # of combine

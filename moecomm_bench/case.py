@@ -30,7 +30,7 @@ PAYLOADS = (
     *(name + GIVEN for name in FORMATS),
 )
 MODES = ("graph", "eager")
-OTHERS = ("deep_ep", "torch-symm-mem", "nccl_ep", "flashinfer", "pplx")
+OTHERS = ("deep_ep", "nccl_ep", "flashinfer")
 
 
 @dataclass(frozen=True)

@@ -69,10 +69,7 @@ Ceiling = Annotated[bool, typer.Option("--ceiling/--no-ceiling", help="Measure t
 Peers = Annotated[bool, typer.Option("--peers/--no-peers", help="NCCL (CPUs: gloo), and DeepEP where installed.")]
 Others = Annotated[
     str,
-    typer.Option(
-        help="Libraries that are measured or named as absent: deep_ep, torch-symm-mem, nccl_ep, flashinfer, pplx; "
-        "several: a,b."
-    ),
+    typer.Option(help="Libraries that are measured or named as absent: deep_ep, nccl_ep, flashinfer; several: a,b."),
 ]
 Gemm = Annotated[bool, typer.Option("--overlap-gemm", help="Time a concurrent matmul with each operation.")]
 

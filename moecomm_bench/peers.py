@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from moecomm.errors import Unsupported
 from moecomm.tools.progress import Step
-from moecomm_bench import deep_ep, flashinfer, nccl_ep, nccl_ep_library, pplx, symm_mem
+from moecomm_bench import deep_ep, flashinfer, nccl_ep, nccl_ep_library
 from moecomm_bench.case import RoundsCase
 from moecomm_bench.clock import Call, Clock, Rotation, Timed
 from moecomm_bench.exchange import Collective
@@ -41,14 +41,10 @@ class OtherLibraries:
             self.versions[deep_ep.NAME] = str(module.__version__)
         elif deep_ep.NAME in case.others:
             self._ways[deep_ep.NAME] = partial(_absent, deep_ep.NAME, why)
-        if symm_mem.NAME in case.others:
-            self._ways[symm_mem.NAME] = lambda ours: symm_mem.TorchOperations(case).calls(ours)
         if nccl_ep_library.NAME in case.others:
             self._ways |= nccl_ep.NcclEP(case).ways()
         if flashinfer.NAME in case.others:
             self._ways |= flashinfer.FlashInfer(case).ways()
-        if pplx.NAME in case.others:
-            self._ways |= pplx.Pplx(case).ways()
 
     @property
     def count(self) -> int:

@@ -101,14 +101,15 @@ def test_other_libraries_have_a_dot_where_they_have_a_time() -> None:
     about |= {"sms": 0, "sms_asked": 0}
     case = {**result()["case"], "tokens": [128, 4096], "layouts": ["batched"], "payloads": ["fp8"]}
     slow = {"p50": 100.0}
-    rows = [{**about, "who": "pplx", "variant": "", "us": slow}, {**about, "who": "moecomm", "variant": "fp32 wire"}]
+    theirs = about | {"who": "flashinfer", "variant": "", "us": slow}
+    rows = [theirs, about | {"who": "moecomm", "variant": "fp32 wire"}]
     found = {**result(), "case": case, "rows": rows}
     ((few,),) = plot_results.rows_of(found)
-    assert few.dots == {"pplx-kernels": {0: 2.5}}
+    assert few.dots == {"FlashInfer": {0: 2.5}}
     assert few.cases == ["dispatch and combine in FP8, a batch for each expert (40.0 us)"]
     (axes,) = plot.figure_of([found]).axes
     assert [list(line.get_xdata()) for line in axes.get_lines()] == [[1, 1], [2.5]]
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["pplx-kernels", "moecomm"]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["FlashInfer", "moecomm"]
 
 
 def test_layers_are_drawn_by_model_and_type_of_weights() -> None:

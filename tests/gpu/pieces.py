@@ -11,7 +11,7 @@ DEEPSEEK = f"--model deepseek-v3 --ranks {GPUS}"
 CASES = f"dispatch-combine {DEEPSEEK} --payload bf16,fp8"
 FLAT = f"{CASES} --layout flat --no-peers"
 QWEN = f"dispatch-combine --model qwen3-235b --ranks {GPUS} --payload bf16,fp8"
-PEERS = "--layout flat,expert,batched --replays 20 --no-ceiling --others deep_ep,nccl_ep,flashinfer,pplx"
+PEERS = "--layout flat,expert,batched --replays 20 --no-ceiling --others deep_ep,nccl_ep,flashinfer"
 OF_DOMAINS = f"dispatch-combine {DEEPSEEK} --tokens 128,4096 --no-ceiling --no-peers"
 TWO_DOMAINS = f"{OF_DOMAINS} --domain-ranks {HALF}"
 FOUR_DOMAINS = f"{OF_DOMAINS} --domain-ranks {QUARTER} --backend lsa --sms 32"
@@ -73,13 +73,6 @@ PIECES = (
         f"dispatch-combine {DEEPSEEK} --tokens 128,8192 --layout flat "
         "--payload bf16,fp8-given,mxfp8-given,fp8_token-given,int8_token-given,nvfp4-given "
         "--replays 9 --no-ceiling --others nccl_ep,flashinfer",
-    ),
-    # torch takes at most 15 experts a rank: of a model with few experts.
-    Piece(
-        "symm-mem",
-        60,
-        f"dispatch-combine --model mixtral-8x7b --ranks {GPUS} --payload bf16,fp8 --tokens 128,4096 --layout expert "
-        "--replays 7 --others torch-symm-mem",
     ),
     Piece("training", 100, f"training --model qwen3-235b --ranks {GPUS} --tokens 4096 --replays 7"),
     Piece(
