@@ -21,9 +21,6 @@ def about(result: Result) -> str:
         nic = result["inputs"]["nic"]["gbs"]
         model = case["model"] or "numbers given"
         return f"Predicted, not measured: {model}, {case['ranks']} GPUs a domain, NIC {nic:g} GB/s"
-    if result["benchmark"] == "plan":
-        nic, model = result["inputs"]["nic_gbs"], case["model"] or "numbers given"
-        return f"Predicted, not measured: {model}, {case['tokens']} tokens a rank, NIC {nic:g} GB/s"
     gpus = machine["gpus"] and case.get("backend") != "host" and result.get("device") != "cpu"
     ranks = case.get("ranks", result.get("ranks"))
     parts = [f"{ranks} ranks" if ranks else "", machine["gpus"][0] if gpus else machine["cpu"], case.get("model") or ""]
@@ -242,26 +239,6 @@ def predictions(result: Result) -> list[Row]:
     return found
 
 
-def plans(result: Result) -> list[Row]:
-    """Return time and memory of the best candidates over GPUs, with the target and the memory of a GPU."""
-    case, rows = result["case"], sorted(result["rows"], key=lambda row: int(row["gpus"]))
-
-    def line(label: str, *parts: str, dashes: str = "-") -> Line:
-        return Line(label, [(row["gpus"], sum(row[part] for part in parts)) for row in rows], OURS, dashes)
-
-    def bound(label: str, value: float) -> list[Line]:
-        return [Line(label, [(row["gpus"], value) for row in rows], REFERENCE)] if value else []
-
-    us = [line("layer", "us"), line("dispatch and combine", "dispatch_us", "combine_us", dashes="--")]
-    us += [line("GEMMs", "gemm_us", dashes=":"), *bound("target", case["target_us"])]
-    gib = [line("in all", "memory_gib"), line("weights", "weights_gib", dashes="--"), *bound("GPU", case["memory_gib"])]
-    taken = result["plan"]
-    title = f"take {taken['gpus']} GPUs" if taken else "no plan"
-    return [
-        [Panel(title, "GPUs", "us of a layer", us), Panel(f"layers: {case['layers']}", "GPUs", "GiB of a GPU", gib)]
-    ]
-
-
 def _between_domains(part: dict[str, float]) -> float:
     return part["slow_bytes"] / part["us"] / 1e3
 
@@ -276,7 +253,6 @@ KINDS: dict[str, Callable[[Result], list[Row]]] = {
     "all-to-all": links,
     "backends": backends,
     "simulate": predictions,
-    "plan": plans,
 }
 
 

@@ -16,7 +16,7 @@ def plot(
     results: Results,
     out: Annotated[Path, typer.Option(callback=written, help="A .png, .svg or .pdf.")] = Path("moecomm.png"),
 ) -> None:
-    """Plot JSON of dispatch-combine, sweep, moe, gemm, overlap, latency, all-to-all, backends, simulate or plan.
+    """Plot JSON of dispatch-combine, sweep, moe, gemm, overlap, latency, all-to-all, backends or simulate.
 
     Needs the extra bench. Several backends and predictions are also drawn over the number of domains.
     """

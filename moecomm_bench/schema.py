@@ -500,57 +500,6 @@ class _Predicted(TypedDict):
     layer: _PredictedLayer
 
 
-class _PlannedCase(TypedDict):
-    model: Name
-    hidden: Many
-    intermediate: Many
-    tokens: Tokens
-    target_us: Number
-    memory_gib: Number
-    layers: Many
-    routing_file: NotRequired[str]
-
-
-class _PlannedBy(TypedDict):
-    domain: Name
-    nic_gbs: Number
-    fitted_ranks: Annotated[list[Ranks], Meta(min_length=1)]
-    routing: Name
-
-
-class _Planned(TypedDict):
-    gpus: Many
-    domains: Many
-    slots: Many
-    replicas: Count
-    placed: bool
-    format: Name
-    layout: Name
-    us: Positive
-    dispatch_us: Number
-    gemm_us: Number
-    combine_us: Number
-    at_worst_us: Number | None
-    time_margin_us: Number | None
-    memory_gib: Number
-    weights_gib: Number
-    window_gib: Number
-    memory_margin_gib: Number
-    capacity_factor: Number | None
-    window_bytes: Count | None
-    rows: Count
-    rows_needed: Number
-    fits: bool
-    meets: bool
-
-
-class _PlanJson(_RowsJson):
-    case: _PlannedCase
-    inputs: _PlannedBy
-    plan: _Planned | None
-    lacks: Name
-
-
 class _Compared(TypedDict):
     what: Name
     payload: Name
@@ -627,7 +576,6 @@ _KINDS = {
     "deep-ep-layer": _ResultTypes(_DeepEp, _Interface, _InterfaceAbout),
     "simulate": _ResultTypes(_Simulate, _Predicted),
     "simulate-check": _ResultTypes(_CheckJson),
-    "plan": _ResultTypes(_PlanJson, _Planned),
 }
 RESULT: Document[dict[str, Any]] = Document("results", "JSON that a benchmark has written", dict[str, Any])
 

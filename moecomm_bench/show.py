@@ -9,7 +9,6 @@ from typing import Any
 from rich.console import Console
 
 from moecomm_bench import gather_table, operator_table, schema, steps_table, table
-from moecomm_bench.plan.table import show as show_plan
 from moecomm_bench.simulate.table import show_check, show_predictions
 
 _TABLES: dict[str, Callable[[dict[str, Any], Console], None]] = {
@@ -27,7 +26,6 @@ _TABLES: dict[str, Callable[[dict[str, Any], Console], None]] = {
     "deep-ep-layer": table.show_deep_ep_layer,
     "simulate": show_predictions,
     "simulate-check": show_check,
-    "plan": show_plan,
 }
 
 

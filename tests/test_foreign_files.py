@@ -19,12 +19,6 @@ from moecomm.errors import BadInput, MoecommError
 from moecomm.observe.stats.publish import FORMAT
 from moecomm.tools import cli
 from moecomm_bench import simulate
-from moecomm_bench.plan.case import PlannedCase
-from moecomm_bench.plan.search import plan
-from moecomm_bench.simulate.domain import load
-from moecomm_bench.simulate.model import Machine
-from moecomm_bench.simulate.nic import ModelNic
-from moecomm_bench.simulate.routing import DrawnGate
 
 from .flight.records import FakeRank
 from .routing.test_file import SMALL
@@ -56,13 +50,6 @@ def kept(name: str) -> dict[str, Any]:
         if part in found:
             found[part] = [*found[part][: _ROWS // 2], *found[part][-_ROWS // 2 :]]
     return {key: value for key, value in found.items() if key not in _UNREAD}
-
-
-def planned() -> dict[str, Any]:
-    """A result of `moecomm plan`."""
-    case = PlannedCase("x", 64, 32, DrawnGate(8, 2), 80.0, 16, 90.0, 1, [4, 16], 8, ["bf16", "fp8"], ["flat"])
-    about = {"what": "x", "date": "", "commit": "", "command": "", "machine": {"cpu": "", "gpus": []}}
-    return about | plan(case, Machine(load(), ModelNic()))
 
 
 def flight_record() -> dict[str, Any]:
@@ -220,7 +207,6 @@ def test_no_document_ends_a_command_in_a_foreign_error(command: Command, times: 
         documents = [spans()]
     elif command in (SHOW, PLOT, CHECK):
         documents = [kept(name) for name in {SHOW: SHOWN, PLOT: PLOTTED, CHECK: CHECKED}[command]]
-        documents += [planned()] if command is not CHECK else []
     elif command is ROUTING:
         header, after = routing(tmp_path)
         documents = [header]

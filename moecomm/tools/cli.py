@@ -43,7 +43,7 @@ def options(
 app.add_typer(trace, name="trace")
 add_routing(app)
 # Commands of moecomm_bench, by name alone: that package imports moecomm, never the other way around.
-for name, module in (("bench", "cli"), ("simulate", "simulate.cli"), ("plan", "plan.cli"), ("tune", "tune.cli")):
+for name, module in (("bench", "cli"), ("simulate", "simulate.cli"), ("tune", "tune.cli")):
     app.add_typer(import_module(f"moecomm_bench.{module}").app, name=name)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from moecomm.tools.options import real, whole, written
+from moecomm_bench.kept import keep
 from moecomm_bench.options import Experts, GatedModel, Hidden, Intermediate, Json, Routing, Topk
 from moecomm_bench.simulate.options import NIC, NicEfficiency, NicGbs, NicLatency, NicMessages
 
@@ -68,6 +69,16 @@ def predict(
     parts: Annotated[
         int, typer.Option(callback=whole(1, 1 << 16), help="Overlapped layer: number of parts of the tokens.")
     ] = 2,
+    gpus: Annotated[
+        str, typer.Option(help="Numbers of GPUs in place of --domains: up to --ranks of them are one domain.")
+    ] = "",
+    layers: Annotated[int, typer.Option(callback=whole(1), help="MoE layers whose weights a GPU holds.")] = 1,
+    memory: Annotated[
+        float, typer.Option(callback=real(0), help="GiB of a GPU for weights and window: name the fewest GPUs.")
+    ] = 0.0,
+    us: Annotated[
+        float, typer.Option(callback=real(0), help="Most microseconds of a layer: name the fewest GPUs.")
+    ] = 0.0,
     parameters: Parameters = None,
     json: Json = None,
     plot: Annotated[
@@ -80,6 +91,7 @@ def predict(
     from moecomm_bench.options import numbers
     from moecomm_bench.simulate import predict as predicted
     from moecomm_bench.simulate.domain import fitted_efficiency
+    from moecomm_bench.simulate.memory import fewest
     from moecomm_bench.simulate.model import Machine
     from moecomm_bench.simulate.nic import ModelNic
     from moecomm_bench.simulate.table import show_predictions
@@ -103,11 +115,15 @@ def predict(
         hbm_gbs=hbm_gbs,
         parts=parts,
         routing_file="" if routing is None else str(routing),
+        gpus=numbers("gpus", gpus) if gpus else [],
+        layers=layers,
     )
     share = nic_efficiency or fitted_efficiency(parameters)
     nic = ModelNic(nic_gbs, nic_latency_us, nic_mega_messages, share)
     result = predicted.predict(asked, Machine(domain_of(parameters, nvlink_gbs), nic, chunk_tokens, num_sms))
     show_predictions(result, console())
+    for line in fewest(result["rows"], memory, us) if memory or us else ():
+        console().print(line, highlight=False)
     keep(result, json)
     if plot is not None:
         from moecomm_bench import plot as pictures
@@ -192,12 +208,3 @@ def domain_of(parameters: Path | None, nvlink_gbs: float = 0.0) -> Domain:
 
     found = load(parameters)
     return found.with_nvlink(nvlink_gbs) if nvlink_gbs else found
-
-
-def keep(result: dict[str, Any], json: Path | None) -> None:
-    if json is not None:
-        from rich.console import Console
-
-        from moecomm_bench.results import write
-
-        Console().print(str(write(json, result)), highlight=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.resources
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -244,16 +244,6 @@ def content(path: Path | None = None) -> dict[str, Any]:
 def fitted_efficiency(path: Path | None = None) -> float:
     """Return the share of a NIC's bandwidth that was fitted to published times; parameters may lack it."""
     return float(content(path).get("nic", {}).get("efficiency", 1.0))
-
-
-def worst_error(operation: Operation) -> float:
-    """Return the worst error of the shipped fit on measured rows of an operation inside a domain, few tokens or many.
-
-    An error is fitted / measured - 1, without its sign.
-    """
-    of = operation.fitted_as
-    lines = [line for line in content()["lines"] if (line["what"], line["layout"], line["variant"]) == astuple(of)]
-    return float(max(line["worst_error"] for line in lines))
 
 
 def parse(found: dict[str, Any], name: str = "") -> Domain:

@@ -33,27 +33,24 @@ def gemm_us(
     *,
     tflops: float | None = None,
     hbm_gbs: float = HBM_GBS,
-    slots: int | None = None,
-    expert_bytes: int | None = None,
 ) -> float:
     """Return a roofline of the busiest rank's two grouped GEMMs in bf16: the slower of arithmetic and weight loads.
 
     Arithmetic counts 6 x hidden x intermediate per row (gate, up and down; one multiplication and one addition each),
     at `tflops`, by default the measured speed of a dense GEMM. Weights count 3 x hidden x intermediate x 2 bytes for
-    each local expert, weighted by the probability that some token of any rank wants the expert, at `hbm_gbs`. With
-    `slots` a rank has so many local experts, and with `expert_bytes` an expert has so many bytes.
+    each local expert, weighted by the probability that some token of any rank wants the expert, at `hbm_gbs`.
     """
     speed = domain.gemm_tflops if tflops is None else tflops
     if not (speed > 0 and hbm_gbs > 0 and intermediate > 0):
         raise BadInput("gemm_tflops, hbm_gbs, intermediate", (speed, hbm_gbs, intermediate), "more than 0")
     everywhere = tokens * len(spread.ranks)
     rows = everywhere * float(spread.entries.max())
-    local = slots or int((owned(experts, len(spread.ranks))[0] > 0).sum())
+    local = int((owned(experts, len(spread.ranks))[0] > 0).sum())
     # For equally likely experts, the probability that no token wants a given one is (1 - entries / local) ^ tokens.
     part = float(np.clip(spread.entries.max() / local, 0, 1))
     read = local * (1 - (1 - part) ** everywhere)
     arithmetic_us = rows * 6 * hidden * intermediate / speed / 1e6
-    weights_us = read * (expert_bytes or 3 * hidden * intermediate * _WEIGHT_BYTES) / hbm_gbs / 1e3
+    weights_us = read * 3 * hidden * intermediate * _WEIGHT_BYTES / hbm_gbs / 1e3
     return max(arithmetic_us, weights_us)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from typing import Any
 
@@ -15,6 +15,7 @@ from moecomm_bench.case import PAYLOADS
 from moecomm_bench.ours import BF16_WIRE, FP32_WIRE, IN_WINDOW
 from moecomm_bench.simulate.domain import MOST_FEW, Operation
 from moecomm_bench.simulate.layer import HBM_GBS, gemm_us, layer
+from moecomm_bench.simulate.memory import memory
 from moecomm_bench.simulate.model import AUTO, Cost, Machine, Rows, cost
 from moecomm_bench.simulate.nic import SOURCES
 from moecomm_bench.simulate.routing import DrawnGate, Spread, recorded_spread, spread
@@ -27,7 +28,8 @@ _MOST_GPUS = 1 << 16
 class SimulatedCase:
     """The case to predict; `hidden` and `intermediate` are columns of a token and of an expert.
 
-    A `gemm_us` of 0 means the roofline, and a `gemm_tflops` of 0 the measured speed.
+    A `gemm_us` of 0 means the roofline, and a `gemm_tflops` of 0 the measured speed. `gpus` replaces `domains` with
+    numbers of GPUs: fewer than `ranks` are one smaller domain. With `layers` rows have the memory of a GPU.
     """
 
     model: str
@@ -47,15 +49,21 @@ class SimulatedCase:
     hbm_gbs: float = HBM_GBS
     parts: int = 2
     routing_file: str = ""  # of moecomm.routing, in the place of the gate's expected routing
+    gpus: list[int] = field(default_factory=list)
+    layers: int = 0
 
     def check(self) -> None:
         """Raise BadInput if the case is out of range."""
         if not self.domains or not self.tokens:
             raise BadInput("domains, tokens", (self.domains, self.tokens), "at least one number each")
-        if (most := max(self.domains) * self.ranks) > _MOST_GPUS or self.gate.experts > _MOST_GPUS:
+        most = max(self.gpus, default=max(self.domains) * self.ranks)
+        if most > _MOST_GPUS or self.gate.experts > _MOST_GPUS:
             raise BadInput(
                 "domains, ranks, experts", (most, self.gate.experts), f"at most {_MOST_GPUS} GPUs, or experts"
             )
+        for gpus in self.gpus:
+            if gpus < 1 or (gpus > self.ranks and gpus % self.ranks):
+                raise BadInput("gpus", gpus, f"at least 1; beyond a domain, a multiple of its {self.ranks}")
         if self.routing_file and self.skew:
             raise BadInput("skew", self.skew, "no skew beside a recorded routing")
         if self.routing_file:
@@ -88,6 +96,12 @@ class SimulatedCase:
             return recorded_spread(replay.recorded(self.routing_file), domains, self.ranks)
         return spread(self.gate, domains, self.ranks, self.skew)
 
+    def each_size(self) -> Iterator[SimulatedCase]:
+        """Yield the case for each number of domains or GPUs."""
+        sizes = [(max(1, gpus // self.ranks), min(gpus, self.ranks)) for gpus in self.gpus]
+        for domains, ranks in sizes or [(domains, self.ranks) for domains in self.domains]:
+            yield replace(self, domains=[domains], ranks=ranks, gpus=[])
+
     @property
     def operations(self) -> tuple[Operation, Operation]:
         """Dispatch and combine, as operations of the model."""
@@ -117,10 +131,11 @@ def predict(asked: SimulatedCase, machine: Machine) -> dict[str, Any]:
 
 
 def _rows(asked: SimulatedCase, machine: Machine) -> Iterator[dict[str, Any]]:
-    for domains in asked.domains:
-        routed = asked.spread(domains)
+    for one in asked.each_size():
+        routed = one.spread(*one.domains)
         for tokens in asked.tokens:
-            yield row(asked, machine, routed, tokens)
+            about = {"memory": memory(one, tokens)} if asked.layers else {}
+            yield row(one, machine, routed, tokens) | about
 
 
 def _most_direct(hidden: int) -> int:
@@ -143,19 +158,11 @@ def _cost(operation: Operation, asked: SimulatedCase, machine: Machine, routed: 
     return cost(operation, routed, tokens, rows, machine, algorithm=asked.algorithm, most_direct=most)
 
 
-def row(
-    asked: SimulatedCase,
-    machine: Machine,
-    routed: Spread,
-    tokens: int,
-    *,
-    slots: int | None = None,
-    expert_bytes: int | None = None,
-) -> dict[str, Any]:
+def row(asked: SimulatedCase, machine: Machine, routed: Spread, tokens: int) -> dict[str, Any]:
     """Return one row: domains, ranks, gpus, tokens, expected ranks and domains of a token, dispatch, combine and layer.
 
     Dispatch and combine have the fields of `Cost` and `bound`; the layer has those of `Layer`. Times are in
-    microseconds. `slots` and `expert_bytes`: see `gemm_us`.
+    microseconds.
     """
     dispatch, combine = (_cost(operation, asked, machine, routed, tokens) for operation in asked.operations)
     experts_us = asked.gemm_us or gemm_us(
@@ -167,8 +174,6 @@ def row(
         asked.intermediate,
         tflops=asked.gemm_tflops or None,
         hbm_gbs=asked.hbm_gbs,
-        slots=slots,
-        expert_bytes=expert_bytes,
     )
     whole = layer(machine.domain, dispatch.us, combine.us, experts_us, asked.parts)
     return {

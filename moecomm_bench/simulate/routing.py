@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import comb
@@ -128,22 +127,10 @@ def recorded_spread(recorded: Recorded, domains: int, ranks: int) -> Spread:
         raise BadInput("domains, ranks", (domains, ranks), most)
     if not recorded.tokens:
         raise BadInput("routing", "a file without tokens", "one with tokens to replay")
-
-    def owners(ids: torch.Tensor) -> torch.Tensor:
-        return owners_of(ids, recorded.experts, places)
-
-    return counted_spread(recorded.topk_idx, owners, recorded.experts, domains, ranks)
-
-
-def counted_spread(
-    topk_idx: torch.Tensor, owners: Callable[[torch.Tensor], torch.Tensor], experts: int, domains: int, ranks: int
-) -> Spread:
-    """Return the routing of tokens over `domains` x `ranks`; `owners` maps int64 ids [T, K] to ranks, -1 to -1."""
-    places = domains * ranks
     totals = {name: np.zeros(places) for name in ("ranks", "entries", "once")}
     of_domains = np.zeros(domains)
-    for ids in torch.split(topk_idx, _TOKENS_AT_ONCE):
-        owner_of = owners(ids.long()).numpy()
+    for ids in torch.split(recorded.topk_idx, _TOKENS_AT_ONCE):
+        owner_of = owners_of(ids.long(), recorded.experts, places).numpy()
         token, column = np.nonzero(owner_of >= 0)
         owner = owner_of[token, column]
         pairs, counts = np.unique(token * places + owner, return_counts=True)
@@ -152,8 +139,8 @@ def counted_spread(
         totals["once"] += np.bincount(pairs[counts == 1] % places, minlength=places)
         by_domain = np.unique(token * domains + owner // ranks)
         of_domains += np.bincount(by_domain % domains, minlength=domains)
-    means = {name: total / len(topk_idx) for name, total in totals.items()}
-    return Spread(**means, domains=of_domains / len(topk_idx), experts=experts)
+    means = {name: total / recorded.tokens for name, total in totals.items()}
+    return Spread(**means, domains=of_domains / recorded.tokens, experts=recorded.experts)
 
 
 def owned(experts: int, ranks: int) -> Array:

@@ -30,7 +30,8 @@ def show_predictions(result: dict[str, Any], out: Console) -> None:
     table = _table(
         "domains", "GPUs", "tokens", "ranks wanted", "dispatch us", "", "", "SMs", "combine us", "", "", "SMs"
     )
-    for column in ("GEMMs us", "layer us", "overlapped us"):
+    with_memory = any("memory" in row for row in result["rows"])
+    for column in ("GEMMs us", "layer us", "overlapped us", *["weights GiB", "window GiB"] * with_memory):
         table.add_column(column, justify="right", no_wrap=True)
     for row in result["rows"]:
         rounds = [
@@ -39,7 +40,9 @@ def show_predictions(result: dict[str, Any], out: Console) -> None:
         ]
         layer = [f"{row['layer'][part]:.1f}" for part in ("gemm_us", "serial_us", "overlapped_us")]
         where = f"{row['domains']} x {row['ranks']}", str(row["gpus"]), str(row["tokens"])
-        table.add_row(*where, f"{row['ranks_wanted']:.2f}", *rounds[0], *rounds[1], *layer)
+        gib = [row["memory"][part] for part in ("weights_gib", "window_gib")] if with_memory else []
+        memory = ["" if part is None else f"{part:.2f}" for part in gib]
+        table.add_row(*where, f"{row['ranks_wanted']:.2f}", *rounds[0], *rounds[1], *layer, *memory)
     show_table(table, out, names=3)
 
 

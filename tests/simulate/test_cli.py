@@ -134,6 +134,27 @@ def test_options_are_heard() -> None:
     assert run("--tokens", "1", "--hbm-gbs", "100") != run("--tokens", "1")
 
 
+def test_the_fewest_gpus_within_memory_and_time_are_named(tmp_path: Path) -> None:
+    """Windows are those of docs/memory.md, to a tenth of a GiB; weights are counted by hand."""
+    path = tmp_path / "out.json"
+    words = ["--gpus", "4,8,64,128", "--ranks", "64", "--tokens", "4096", "--layers", "58", "--payload", "bf16"]
+    said = run(*words, "--memory", "200", "--json", str(path))
+    assert "4096 tokens a rank: 8 GPUs are the fewest within 200 GiB" in said
+    rows = {row["gpus"]: row for row in json.loads(path.read_text())["rows"]}
+    assert [(row["domains"], row["ranks"]) for row in rows.values()] == [(1, 4), (1, 8), (1, 64), (2, 64)]
+    assert [f"{rows[gpus]['memory']['window_gib']:.1f}" for gpus in (4, 8, 64)] == ["1.4", "1.4", "1.7"]
+    assert rows[128]["memory"]["window_gib"] is None, "no Buffer opens on so many"
+    for gpus, row in rows.items():
+        weights = 58 * (256 // gpus) * 3 * 7168 * 2048 * 2 / 2**30
+        assert row["memory"]["weights_gib"] == pytest.approx(weights, abs=1e-3)
+    fastest = min(rows.values(), key=lambda row: float(row["layer"]["serial_us"]))
+    said = run(*words, "--us", str(fastest["layer"]["serial_us"] + 0.001))
+    assert f"{fastest['gpus']} GPUs are the fewest within" in said
+    assert "no number of GPUs in the table is within" in run(*words, "--memory", "200", "--us", "1")
+    with pytest.raises(BadInput, match="a multiple of its 8"):
+        run("--gpus", "12")
+
+
 def test_defaults_of_the_command_are_those_of_a_nic() -> None:
     assert ModelNic(*NIC) == ModelNic()
 
