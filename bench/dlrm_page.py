@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moecomm_bench import schema
+from moecomm_bench import result_file
 from moecomm_bench.simulate.nic import ModelNic
 from moecomm_bench.simulate.routing import Array
 from moecomm_bench.simulate.solve import solve
@@ -186,7 +186,7 @@ def fit(paths: Iterable[Path]) -> dict[str, Any]:
     found: list[Measured] = []
     origins = []
     for path in paths:
-        result = schema.read(path)
+        result = result_file.read(path)
         if result.get("benchmark") == "overlap" and (result["machine"]["gpus"][0], result["ranks"]) == (GPU, RANKS):
             found += _measured(result)
             origins.append({"file": path.name, "date": result["date"], "commit": result["commit"]})

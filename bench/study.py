@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tables import LEGEND, OVERLAP, ROOT, line, load, names, older, source, table, with_mark
 
 from moecomm_bench.gather_study import VARIANTS
-from moecomm_bench.gather_table import cells
 
 PAGE = ROOT / "docs" / "maintainers" / "all_gather_matmul_study.md"
 RESULT = "all-gather-study-h100-2"
@@ -64,6 +65,15 @@ def sizes() -> list[str]:
     heads = "type | M = N = K | 8: one kernel, TFLOP/s | 1: NCCL and a product | torch's | the product alone"
     about = f"{found['ranks']} {_gpu(found)}s: {source(OVERLAP[0], RESULTS)}. torch's: its fused operator. {OF_FP8}"
     return [table(heads, rows), f"{about} {LEGEND}"]
+
+
+def cells(figures: dict[str, Any] | None) -> list[str]:
+    """Return ms, TFLOP/s and the ratio to variant 1 as text; dashes if there are none."""
+    if figures is None:
+        return ["-"] * 3
+    ratio, tflops = figures["of_first"], figures["tflops"]
+    digits = 2 if tflops < 10 else 1
+    return [f"{figures['ms']:.3f}", f"{tflops:.{digits}f}", "-" if ratio is None else f"x{ratio:.2f}"]
 
 
 def _gpu(found: dict) -> str:

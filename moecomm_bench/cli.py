@@ -126,7 +126,7 @@ def dispatch_combine(
 ) -> None:
     """Time complete dispatches, combines and pairs of both: alone, in a row, and eager; or through several backends."""
     from moecomm import config
-    from moecomm_bench import backends, table
+    from moecomm_bench import backends, columns, declared
 
     sizes = FEW_AND_MANY.of(tokens, backend)
     times = {"replays": REPLAYS.of(replays, backend), "singles": SINGLES.of(singles, backend)}
@@ -154,7 +154,7 @@ def dispatch_combine(
             return
         kept = KeptResult(json)
         backends.dispatch_combine(ways, numbers("tokens", sizes), case_of, limit, kept)
-    table.show_backends(kept.result, table.console())
+    declared.show(kept.result, columns.console())
 
 
 @app.command()
@@ -188,11 +188,11 @@ def sweep(
 
 
 def _run_case(case: RoundsCase, json: Path | None) -> None:
-    from moecomm_bench import dispatch_combine, table
+    from moecomm_bench import columns, declared, dispatch_combine
 
     result = dispatch_combine.run(case)
     if result is not None:
-        table.show_dispatch_combine(result, table.console())
+        declared.show(result, columns.console())
         keep(result, json)
 
 
@@ -212,8 +212,8 @@ def deep_ep_layer(
     json: Json = None,
 ) -> None:
     """Measure the overhead of the deep_ep interface over moecomm's own calls, on the device and on the host."""
+    from moecomm_bench import columns, declared
     from moecomm_bench import deep_ep_layer as measured
-    from moecomm_bench import table
 
     case = options.case_of(
         (model, hidden, topk, experts),
@@ -227,7 +227,7 @@ def deep_ep_layer(
     )
     result = measured.run(case)
     if result is not None:
-        table.show_deep_ep_layer(result, table.console())
+        declared.show(result, columns.console())
         keep(result, json)
 
 
@@ -242,7 +242,7 @@ def latency(
 ) -> None:
     """Measure put + signal between two ranks, 1 B to 64 MB: half a round trip, through one or several backends."""
     from moecomm.errors import BadInput
-    from moecomm_bench import backends, ranks, table
+    from moecomm_bench import backends, columns, declared, ranks
     from moecomm_bench import latency as measured
 
     most, repeated = MOST_BYTES.of(most_bytes, backend), SWEPT.of(replays, backend)
@@ -256,14 +256,14 @@ def latency(
     if len(ways) > 1:
         kept = KeptResult(json)
         backends.latency(ways, job, limit, kept)
-        table.show_latency_backends(kept.result, table.console())
+        declared.show(kept.result, columns.console())
         return
     name, count = ranks.plan(backend, None)
     count = count if ranks.under_torchrun() else 2
     by_rank = ranks.on_ranks("moecomm_bench.latency:run_rank", {"backend": name, **job}, count)
     if by_rank is not None:
         result = {"benchmark": "latency", "backend": name, "rows": measured.merge(by_rank)}
-        table.show_latency(result, table.console())
+        declared.show(result, columns.console())
         keep(result, json)
 
 
@@ -277,14 +277,14 @@ def all_to_all(
     json: Json = None,
 ) -> None:
     """Measure the most that the links carry, by method and SMs."""
-    from moecomm_bench import ceiling, table
+    from moecomm_bench import ceiling, columns, declared
     from moecomm_bench.ranks import on_ranks, plan
 
     name, count = plan(backend, ranks)
     by_rank = on_ranks("moecomm_bench.ceiling:run_rank", {"backend": name, "part_bytes": part_bytes}, count)
     if by_rank is not None:
         result = {"benchmark": "all-to-all", "backend": name, "ranks": count, "rows": ceiling.merge(by_rank)}
-        table.show_all_to_all(result, table.console())
+        declared.show(result, columns.console())
         keep(result, json)
 
 
@@ -306,8 +306,8 @@ def gemm(
     json: Json = None,
 ) -> None:
     """Time the grouped GEMMs of one rank's experts, alternating with torch's. On one GPU."""
+    from moecomm_bench import columns, declared
     from moecomm_bench import gemm as measured
-    from moecomm_bench import table
     from moecomm_bench.ranks import leads, need_gpu
 
     if not leads():
@@ -319,7 +319,7 @@ def gemm(
     measured.check(models, *lists, **how)
     need_gpu("bench gemm", "CPU ranks multiply with torch")
     result = measured.run(models, *lists, every_schedule=every_schedule, **how)
-    table.show_gemm(result, table.console())
+    declared.show(result, columns.console())
     keep(result, json)
 
 
@@ -360,10 +360,10 @@ def moe(
     json: Json = None,
 ) -> None:
     """Time complete expert layers: Buffer.moe, its parts, and torch's all_to_all and grouped GEMMs, alternating."""
+    from moecomm_bench import columns, declared
     from moecomm_bench import gemm as sizes
     from moecomm_bench import moe as measured
     from moecomm_bench import ranks as of_ranks
-    from moecomm_bench import table
 
     name, count = of_ranks.plan(backend, ranks)
     models = sizes.sizes(model.split(","), hidden=hidden, intermediate=intermediate, topk=topk, num_experts=experts)
@@ -389,7 +389,7 @@ def moe(
     )
     result = measured.run(case)
     if result is not None:
-        table.show_moe(result, table.console())
+        declared.show(result, columns.console())
         keep(result, json)
 
 
@@ -411,17 +411,17 @@ def transfer(
     json: Json = None,
 ) -> None:
     """Time transfers of weights from trainer to engine, beside broadcast, all-gather and a copy of the bytes alone."""
-    from moecomm_bench import table
+    from moecomm_bench import columns, declared
     from moecomm_bench import transfer as measured
     from moecomm_bench.case import model_sizes
     from moecomm_bench.ranks import plan
 
     name, count = plan(backend, ranks)
-    _, columns, _, _ = model_sizes(model, hidden, None, None)
+    _, width, _, _ = model_sizes(model, hidden, None, None)
     found = measured.run(
         measured.TransferCase(
             model=model,
-            hidden=columns,
+            hidden=width,
             intermediate=options.inner_of(model, MOVED_INNER.of(intermediate, backend)),
             experts=MOVED.of(experts, backend),
             ranks=count,
@@ -432,7 +432,7 @@ def transfer(
         )
     )
     if found is not None:
-        table.show_rows(found["rows"], table.console())
+        declared.show(found, columns.console())
         keep(found, json)
 
 

@@ -29,7 +29,7 @@ def overlap(
 ) -> None:
     """Time the fused operators beside products and collectives of torch and NCCL, alternating in graphs."""
     from moecomm.tools.launch import RanksFailed
-    from moecomm_bench import operator_cases, operator_table, operators, table
+    from moecomm_bench import columns, declared, operator_cases, operators
     from moecomm_bench import ranks as of_ranks
 
     name, count = of_ranks.plan(backend, ranks)
@@ -53,7 +53,7 @@ def overlap(
         rows += found
         # Each operator is kept at once, so that a later one that fails or hangs loses nothing.
         kept({"benchmark": "overlap", "backend": name, "ranks": count, "replays": replays, "rows": rows})
-        operator_table.show({**kept.result, "rows": found}, table.console())
+        declared.show({**kept.result, "rows": found}, columns.console())
     if failed is not None:
         raise failed
 
@@ -66,7 +66,7 @@ def all_gather_study(
     json: Json = None,
 ) -> None:
     """Time the ways to gather and multiply that a study of nvFuser compares, and the fused operator, in graphs."""
-    from moecomm_bench import gather_study, gather_table, table
+    from moecomm_bench import columns, declared, gather_study
     from moecomm_bench import ranks as of_ranks
 
     name, count = of_ranks.plan(backend, ranks)
@@ -75,7 +75,7 @@ def all_gather_study(
         kept = KeptResult(json)
         about = {"benchmark": "all-gather-study", "backend": name, "ranks": count, "replays": replays}
         kept({**about, "size": gather_study.SIZE, "dtype": "fp16", "rows": rows})
-        gather_table.show(kept.result, table.console())
+        declared.show(kept.result, columns.console())
 
 
 def add_overlap(app: typer.Typer) -> None:

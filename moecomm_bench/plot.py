@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moecomm.errors import BadInput, Unsupported
-from moecomm_bench import schema
+from moecomm_bench import result_file
 from moecomm_bench.plot_panels import figure_of as figure_of_rows
 from moecomm_bench.plot_results import KINDS, about, rows_of
 
@@ -29,7 +29,9 @@ def draw(results: Iterable[Path], out: Path) -> None:
     """
     _require_matplotlib()
     paths = list(results)
-    save([_read(path) for path in paths], out, digest(paths))
+    found = [_read(path) for path in paths]
+    with result_file.reading(*paths):
+        save(found, out, digest(paths))
 
 
 def save(results: Sequence[dict[str, Any]], out: Path, sources: str) -> None:
@@ -81,10 +83,12 @@ def digest_of(result: dict[str, Any]) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     """Load a result that can be drawn.  Raises BadInput, which names a benchmark that has no plot."""
-    found = schema.read(path)
+    found = result_file.read(path)
     kind = found.get("benchmark", "none")
     if kind not in DRAWN:
-        schema.RESULT.refuse(path, f"{kind}, which has no plot; `moecomm bench show` prints its table")
-    if (not any("us" in row for row in found["rows"]) and kind != "simulate") or not found["rows"]:
-        schema.RESULT.refuse(path, "no row with a time")
+        result_file.RESULT.refuse(path, f"{kind}, which has no plot; `moecomm bench show` prints its table")
+    with result_file.reading(path):
+        has_times = bool(found["rows"]) and (kind == "simulate" or any("us" in row for row in found["rows"]))
+    if not has_times:
+        result_file.RESULT.refuse(path, "no row with a time")
     return found

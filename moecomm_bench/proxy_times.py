@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from moecomm_bench.columns import Column
 
 Taken = dict[str, int]  # moecomm.rma_plugin.take_times(), and `puts`: the put + signal of this rank meanwhile
 
-_PARTS = ("posting_us", "driver_us", "copying_us", "word_us", "rest_us")
-_HEADS = (
-    *("bytes", "by", "operations", "one way us", "posting", "driver", "copying", "word", "rest"),
-    *("polling", "empty", "a poll us"),
-)
+_PARTS = {
+    "one way us": "one_way_us",
+    "posting": "posting_us",
+    "driver": "driver_us",
+    "copying": "copying_us",
+    "word": "word_us",
+    "rest": "rest_us",
+}
 EXPLAINED = (
     "Where the one way of a put + signal through `gin`'s proxy goes, in us, in the median replay. "
     "`posting`: inside the calls by which NCCL's thread asks our RMA plugin for its operations (puts and signals), "
@@ -21,6 +26,25 @@ EXPLAINED = (
     "until the peer acknowledges the operation. By then the peer may have written the word and begun its own put, so "
     "parts overlap. If they are longer than the one way, there is no `rest`. Beside them: the part of all time that "
     "the thread spends in polls, the part of these polls that find nothing, and the time of one poll"
+)
+
+
+def _part(entry: str) -> Callable[[dict[str, Any]], float | None]:
+    """Return a function that takes a row and returns a part: None where parts overlap, of which older results have a
+    rest below zero.
+    """
+    return lambda row: None if (us := row["plugin"][entry]) is None or us < 0 else us
+
+
+LABELS = (
+    Column("bytes", "bytes"),
+    Column("by", lambda row: f"{row['method']}, {row['sms']} block{'s' * (row['sms'] > 1)}"),
+)
+FIGURES = (
+    Column("operations", "plugin.operations", "{:.1f}"),
+    *(Column(head, _part(entry), "{:.2f}") for head, entry in _PARTS.items()),
+    *(Column(part, f"plugin.{part}", "{:.0%}") for part in ("polling", "empty")),
+    Column("a poll us", "plugin.a_poll_us", "{:.2f}"),
 )
 
 
@@ -73,20 +97,3 @@ def of_put(us: Sequence[Sequence[float]], taken: Sequence[Sequence[Taken | None]
         "clock_reads": total["clock_reads"] / total["puts"],
     }
     return {name: None if value is None else round(value, 3) for name, value in parts.items()}
-
-
-def table(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Return the header, then the cells of each row with a `plugin`; empty if there is none."""
-    lines = []
-    for row in (row for row in rows if "plugin" in row):
-        part = row["plugin"]
-        us = [_us(part[name]) for name in ("one_way_us", *_PARTS)]
-        polls = [f"{part['polling']:.0%}", f"{part['empty']:.0%}", f"{part['a_poll_us']:.2f}"]
-        by = f"{row['method']}, {row['sms']} block" + "s" * (row["sms"] > 1)
-        lines.append([str(row["bytes"]), by, f"{part['operations']:.1f}", *us, *polls])
-    return [list(_HEADS), *lines] if lines else []
-
-
-def _us(time: float | None) -> str:
-    """Format a part, empty where parts overlap; older results have a rest below zero there."""
-    return "" if time is None or time < 0 else f"{time:.2f}"

@@ -55,8 +55,8 @@ def decode(
     json: Json = None,
 ) -> None:
     """Time a decode step: layers of dispatch, experts and combine in one graph, with ranks in step and out of step."""
+    from moecomm_bench import columns, declared
     from moecomm_bench import decode as measured
-    from moecomm_bench import steps_table
 
     sizes, lists = (model, hidden, topk, experts), (tokens, layout, payload, "0")
     case = case_of(sizes, lists, (backend, ranks, None), routing, replays=1, ceiling=False, peers=False)
@@ -64,7 +64,7 @@ def decode(
     counts = DECODED.of(layers, backend), STEPS.of(steps, backend)
     found = measured.run(measured.Decode(case, counts[0], expert_us, delay_us, counts[1], inner))
     if found is not None:
-        steps_table.show_decode(found, steps_table.console())
+        declared.show(found, columns.console())
         keep(found, json)
 
 
@@ -84,7 +84,7 @@ def training(
     json: Json = None,
 ) -> None:
     """Time a training step of expert layers: forward, and forward with backward."""
-    from moecomm_bench import steps_table
+    from moecomm_bench import columns, declared
     from moecomm_bench import training as measured
 
     sizes = (model, hidden, topk, experts)
@@ -94,7 +94,7 @@ def training(
     inner = inner_of(model, INNER.of(intermediate, backend))
     found = measured.run(measured.Training(case, inner, TRAINED.of(layers, backend)))
     if found is not None:
-        steps_table.show_training(found, steps_table.console())
+        declared.show(found, columns.console())
         keep(found, json)
 
 

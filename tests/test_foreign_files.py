@@ -119,15 +119,12 @@ class Command:
 
 
 EXPLAIN, TOP = Command("explain {file}"), Command("top {folder} --once", "moecomm-top-b-rank0.json")
-MERGE, SUMMARY = (
-    Command(f"trace {words}", "moecomm-b-rank0-1.spans", as_lines)
-    for words in ("merge {file} -o {out}", "summary {file}")
-)
+MERGE = Command("trace merge {file} -o {out}", "moecomm-b-rank0-1.spans", as_lines)
 SHOW, PLOT = Command("bench show {file}"), Command("bench plot {file} --out {out}")
 CHECK = Command("simulate check {file}")
 PREDICT = Command("simulate --parameters {file}")
 ROUTING = Command("routing show {file}")
-COMMANDS = (EXPLAIN, TOP, MERGE, SUMMARY, SHOW, PLOT, CHECK, PREDICT, ROUTING)
+COMMANDS = (EXPLAIN, TOP, MERGE, SHOW, PLOT, CHECK, PREDICT, ROUTING)
 every_command = pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.words)
 
 
@@ -203,7 +200,7 @@ def test_no_document_ends_a_command_in_a_foreign_error(command: Command, times: 
         documents = [flight_record()]
     elif command is TOP:
         documents = [counters()]
-    elif command in (MERGE, SUMMARY):
+    elif command is MERGE:
         documents = [spans()]
     elif command in (SHOW, PLOT, CHECK):
         documents = [kept(name) for name in {SHOW: SHOWN, PLOT: PLOTTED, CHECK: CHECKED}[command]]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from moecomm_bench import schema
+from moecomm_bench import result_file
 
 from .conftest import GPU_MARKS
 from .device import test_kernels_of_gpu_tests
@@ -169,7 +169,7 @@ def test_a_run_notes_what_passed_and_keeps_what_was_noted(
         ("b", "no GPU", "failed", 2),
         ("c", "no GPU", "passed", 0),
     ]
-    schema.read(logs / passed.NAME)
+    result_file.read(logs / passed.NAME)
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     import checks
 

@@ -198,7 +198,8 @@ def test_a_result_says_where_it_comes_from(path: Path) -> None:
         assert spec and (not is_package or importlib.util.find_spec(f"{module}.__main__")), f"{module} can't be run"
     else:
         program = words[1] if len(words) > 1 else words[0]
-        assert (ROOT / program).is_file(), f"{program} does not exist"
+        finished = f"`{Path(program).name}`" in (ROOT / "bench" / "README.md").read_text()
+        assert (ROOT / program).is_file() or finished, f"{program} does not exist, and bench/README.md does not say so"
 
 
 def test_ci_runs_what_a_plain_run_leaves_out() -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from moecomm.tools.options import whole, written
+from moecomm.tools.options import written
 
 app = typer.Typer(
     help="Traces that MOECOMM_TRACE_DIR or moecomm.trace has written.",
@@ -52,28 +52,3 @@ def merge_files(
             typer.echo(f"{clock['host']}: aligned to within {clock['error_ns'] / 1000:.1f} us")
     if dropped := sum(merged["otherData"]["dropped"].values()):
         typer.echo(f"{dropped} spans had no room and are missing", err=True)
-
-
-@app.command("summary")
-def summary(
-    files: Files,
-    skip: Annotated[int, typer.Option(callback=whole(0), help="First rounds of each operation to leave out.")] = 0,
-) -> None:
-    """Show when the roles of rounds begin and end: medians over rounds, in us after the last rank has begun.
-
-    0.0: before that.
-    """
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    from moecomm.observe.tracing import reading
-    from moecomm.observe.tracing.summary import summarize
-
-    table = Table("operation", "role")
-    for column in ("rounds", "begins", "usually ends", "last ends"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for row in summarize(reading.read(files), skip):
-        times = (f"{us:.1f}" for us in (row.begins, row.usually_ends, row.ends))
-        table.add_row(escape(row.operation), escape(row.role), str(row.rounds), *times)
-    Console().print(table)

@@ -88,6 +88,7 @@ def predict(
     """Predict dispatch, combine and layer time over any number of NVLink domains: a model, not a measurement."""
     if context.invoked_subcommand is not None:
         return
+    from moecomm_bench.columns import console
     from moecomm_bench.options import numbers
     from moecomm_bench.simulate import predict as predicted
     from moecomm_bench.simulate.domain import fitted_efficiency
@@ -95,7 +96,6 @@ def predict(
     from moecomm_bench.simulate.model import Machine
     from moecomm_bench.simulate.nic import ModelNic
     from moecomm_bench.simulate.table import show_predictions
-    from moecomm_bench.table import console
 
     name, shape, gate = model_of((model, hidden, intermediate, topk, experts), grouped)
     asked = predicted.SimulatedCase(
@@ -146,11 +146,11 @@ def check(
     json: Json = None,
 ) -> None:
     """Compare predictions with measured and published figures, row by row."""
+    from moecomm_bench.columns import console
     from moecomm_bench.simulate.check import check as compared
     from moecomm_bench.simulate.domain import content
     from moecomm_bench.simulate.nic import ModelNic
     from moecomm_bench.simulate.table import show_check
-    from moecomm_bench.table import console
 
     nic = ModelNic(nic_gbs, nic_latency_us, nic_mega_messages, nic_efficiency or 1.0)
     nic.check()
@@ -174,9 +174,9 @@ def fit(
     ] = None,
 ) -> None:
     """Fit the terms of one domain to results, and the share of a NIC to published times."""
+    from moecomm_bench.columns import console
     from moecomm_bench.simulate import fit as fitted
     from moecomm_bench.simulate.table import show_fit
-    from moecomm_bench.table import console
 
     found = fitted.fit_all(_kept() if results is None else results)
     fitted.write(out, found)

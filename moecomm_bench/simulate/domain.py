@@ -14,7 +14,6 @@ from typing_extensions import NotRequired, TypedDict
 
 from moecomm.base.documents import Document
 from moecomm.errors import BadInput
-from moecomm_bench.schema import Name
 from moecomm_bench.simulate import direct
 from moecomm_bench.simulate.direct import DirectLine
 
@@ -177,8 +176,8 @@ _Positive = Annotated[float, msgspec.Meta(gt=0, le=1e12)]
 
 class _OperationJson(TypedDict):
     what: Literal["dispatch", "combine"]
-    layout: Name
-    variant: Name
+    layout: str
+    variant: str
 
 
 class _LineJson(_OperationJson):
@@ -211,7 +210,7 @@ class _NicTerms(TypedDict):
 class _Parameters(TypedDict):
     """The form of a fit, as far as the model reads it."""
 
-    domain: Name
+    domain: str
     ranks: list[int]
     lines: list[_LineJson]
     direct: NotRequired[list[_Direct]]

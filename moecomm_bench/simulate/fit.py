@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from moecomm.errors import BadInput
-from moecomm_bench import schema
+from moecomm_bench import result_file
 from moecomm_bench.ours import IN_WINDOW
 from moecomm_bench.simulate.domain import FEW, MANY, TERMS, Domain, DomainLoad, Key, Line, Operation, parse
 from moecomm_bench.simulate.fit_direct import direct_points, written
@@ -141,7 +141,7 @@ def fitted_domain(paths: Iterable[Path], without: str) -> Domain:
 
 
 def _origin(path: Path) -> dict[str, str]:
-    data = schema.RESULT.bytes_of(path)
+    data = result_file.RESULT.bytes_of(path)
     return {"date": content(path, data)["date"], "sha256": hashlib.sha256(data).hexdigest()}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from moecomm.backends import emulated_nic
-from moecomm_bench import schema
+from moecomm_bench import result_file
 from moecomm_bench.ours import FP8_WIRE, FP32_WIRE, INT8_WIRE
+from moecomm_bench.result_file import reading
 from moecomm_bench.simulate.blocks import blocks_of, direct_blocks_of
 from moecomm_bench.simulate.domain import DomainLoad, Operation
 from moecomm_bench.simulate.excluded import not_modelled, why_excluded
@@ -22,6 +24,7 @@ from moecomm_bench.simulate.routing import DrawnGate, Spread, spread
 from moecomm_bench.simulate.rows import bytes_of, head_bytes, lines_of, slow_bytes_of
 
 _NOT_MODELLED = (FP8_WIRE, INT8_WIRE)  # variants of combines that the model lacks
+_MOST_SHARES, _MOST_TOPK = 1 << 24, 1 << 10  # experts of all ranks together; experts of a token
 _CHUNK = 8  # tokens of a chunk in a combine of many, which results do not name
 
 
@@ -135,7 +138,7 @@ def content(path: Path, data: bytes) -> dict[str, Any]:
     Raises:
         BadInput: it is none.
     """
-    return schema.checked(path, data)
+    return result_file.checked(path, data)
 
 
 def read(path: Path) -> list[MeasuredResult]:
@@ -146,7 +149,8 @@ def read(path: Path) -> list[MeasuredResult]:
     Raises:
         BadInput: the file is no result.
     """
-    return list(_results(path, schema.RESULT.bytes_of(path)))
+    with reading(path):
+        return list(_results(path, result_file.RESULT.bytes_of(path)))
 
 
 @lru_cache(maxsize=256)
@@ -157,6 +161,7 @@ def _results(path: Path, data: bytes) -> Sequence[MeasuredResult]:
         return []
     if found["case"].get("backend") == "host" or found["case"].get("routing_file"):
         return []
+    _check_sizes(found["case"])
     digest = hashlib.sha256(data).hexdigest()
     if alone:
         return [MeasuredResult(path, found, digest)]
@@ -168,6 +173,25 @@ def _results(path: Path, data: bytes) -> Sequence[MeasuredResult]:
     ]
 
 
+def _check_sizes(case: dict[str, Any]) -> None:
+    """Raise BadInput or ValueError for numbers that no result has, before arrays have their size."""
+    DrawnGate(case["experts"], case["topk"]).check()
+    if not 1 <= case["ranks"] * case["experts"] <= _MOST_SHARES or case["topk"] > _MOST_TOPK:
+        raise ValueError(f"{case['ranks']} ranks, top-{case['topk']} of {case['experts']} experts")
+
+
+def _typed(value: Any, name: str, kind: type) -> Any:
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} is {value!r}")
+    return value
+
+
+def _positive(value: Any) -> float:
+    if not 0 < value < math.inf:
+        raise ValueError(f"{value} is not more than 0")
+    return float(value)
+
+
 def links(paths: Iterable[Path]) -> dict[tuple[str, str], tuple[float, float]]:
     """Return (GB/s, microseconds) of put + signal by (machine, backend), from results of latency over several backends.
 
@@ -175,14 +199,15 @@ def links(paths: Iterable[Path]) -> dict[tuple[str, str], tuple[float, float]]:
     """
     found = {}
     for path in paths:
-        result = content(path, schema.RESULT.bytes_of(path))
-        is_link = result.get("benchmark") == "latency-backends" and result["machine"]["gpus"]
-        rows = result["rows"] if is_link else []
-        for backend in {row["backend"] for row in rows if "us" in row}:
-            own = [row for row in rows if row["backend"] == backend and "us" in row]
-            smallest = min(own, key=lambda row: int(row["bytes"]))
-            terms = max(float(row["gbs"]) for row in own), float(smallest["us"]["p50"])
-            found[str(result["machine"]["gpus"][0]), str(backend)] = terms
+        result = content(path, result_file.RESULT.bytes_of(path))
+        with reading(path):
+            is_link = result.get("benchmark") == "latency-backends" and result["machine"]["gpus"]
+            rows = result["rows"] if is_link else []
+            for backend in {row["backend"] for row in rows if "us" in row}:
+                own = [row for row in rows if row["backend"] == backend and "us" in row]
+                smallest = min(own, key=lambda row: int(row["bytes"]))
+                terms = max(_positive(row["gbs"]) for row in own), _positive(smallest["us"]["p50"])
+                found[str(result["machine"]["gpus"][0]), str(backend)] = terms
     return found
 
 
@@ -202,7 +227,8 @@ def nic_of(
 @lru_cache(maxsize=512)
 def rows_of(result: MeasuredResult) -> Sequence[Row]:
     """Return moecomm's own rows that have a time."""
-    return tuple(_rows(result))
+    with reading(result.path):
+        return tuple(_rows(result))
 
 
 def _rows(result: MeasuredResult) -> Iterator[Row]:
@@ -212,7 +238,8 @@ def _rows(result: MeasuredResult) -> Iterator[Row]:
     for row in result.found["rows"]:
         if "us" not in row or row["who"] != "moecomm" or row["variant"] in _NOT_MODELLED:
             continue
-        about = {key: row[key] for key in ("what", "layout", "payload", "variant", "tokens", "sms_asked")}
+        about = {key: _typed(row[key], key, str) for key in ("what", "layout", "payload", "variant")}
+        about |= {key: _typed(row[key], key, int) for key in ("tokens", "sms_asked")}
         parts = tuple(_parts(row, result))
         reason = not_modelled(result.found["commit"], row["payload"]) or why_excluded(
             result.found["commit"], result.domains, result.ranks, result.through, row, parts[-1].load.packets
@@ -225,7 +252,7 @@ def _rows(result: MeasuredResult) -> Iterator[Row]:
             **about,
             parts=parts,
             direct=direct,
-            us=row["us"]["p50"],
+            us=_positive(row["us"]["p50"]),
             host_us=float(row.get("host_us") or 0.0),
             fits=chained and single and (one_domain or several),
             excluded=reason,

@@ -5,112 +5,99 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from moecomm.tools.fitted import show_table
+from moecomm_bench.columns import Column, joined, show_rows
 from moecomm_bench.simulate import direct
 from moecomm_bench.simulate.domain import TERMS
 
-_ERRORS = ("rows", "median error", "worst")
+_TOKENS = Column("tokens", "tokens")
+
+
+def _round(what: str) -> tuple[Column, ...]:
+    algorithm, bound = Column("", f"{what}.algorithm"), Column("", f"{what}.bound")
+    return Column(f"{what} us", f"{what}.us", "{:.1f}"), algorithm, bound, Column("SMs", f"{what}.blocks")
+
+
+def _domains(row: dict[str, Any]) -> str:
+    return f"{row['domains']} x {row['ranks']}"
+
+
+_PLACE = (Column("domains", _domains), Column("GPUs", "gpus"), _TOKENS)
+_PREDICTED = (
+    Column("ranks wanted", "ranks_wanted", "{:.2f}"),
+    *(*_round("dispatch"), *_round("combine")),
+    *(Column("GEMMs us", "layer.gemm_us", "{:.1f}"), Column("layer us", "layer.serial_us", "{:.1f}")),
+    Column("overlapped us", "layer.overlapped_us", "{:.1f}"),
+    *(Column(f"{part} GiB", f"memory.{part}_gib", "{:.2f}") for part in ("weights", "window")),
+)
+_COMPARED = (
+    *(Column("measured us", "measured_us", "{:.1f}"), Column("predicted us", "predicted_us", "{:.1f}")),
+    Column("error", "error", "{:+.1%}"),
+)
+_MEASURED = (
+    Column("measured in", lambda row: row["file"] + (f" ({row['domains']} domains)" if row["domains"] > 1 else "")),
+    *(Column("operation", joined("layout", "what", "payload", "variant")), _TOKENS),
+)
+_HELD_OUT = (
+    Column("held out error", "held_out_error", "{:+.1%}"),
+    Column("", lambda row: "excluded" if "excluded" in row else row["kind"].partition(": ")[2]),
+)
+_PUBLISHED = (
+    Column("published", lambda row: row["kind"].partition(": ")[2]),
+    *(Column("operation", joined("what", "payload")), Column("domains", _domains)),
+)
+_ERRORS = (
+    *(Column("rows", "rows"), Column("median error", "median", "{:.1%}"), Column("signed error", "signed", "{:+.1%}")),
+    Column("worst", "worst", "{:+.1%}"),
+)
+_LINE = (Column("operation", joined("layout", "what", "variant")), Column("tokens", "regime"))
+_UNITS = {"us": "us", "ns": "ns", "gbs": "GB/s"}
+_FITTED = (
+    Column("rows", "rows"),
+    *(Column("median error", "median_error", "{:.1%}"), Column("worst", "worst_error", "{:.1%}")),
+)
 
 
 def show_predictions(result: dict[str, Any], out: Console) -> None:
     """Print the table of `moecomm simulate`."""
     case, inputs, nic = result["case"], result["inputs"], result["inputs"]["nic"]
-    name = f"[bold]{case['model']}[/]: " if case["model"] else ""
+    name = f"{case['model']}: " if case["model"] else ""
     blocks = f"{inputs['num_sms']} blocks" if inputs["num_sms"] else "blocks by the table"
-    out.print(
-        f"[bold]Predicted[/], not measured.  {name}hidden {case['hidden']}; {case['layout']}, {case['payload']} "
-        f"dispatch; {blocks}\n"
+    about = (
+        f"hidden {case['hidden']}; {case['layout']}, {case['payload']} dispatch; {blocks}\n"
         f"routing: {inputs['routing']}\n"
         f"domains as {inputs['domain']} was measured; a NIC a GPU: {nic['gbs']:g} GB/s, of which rows reach "
-        f"{nic['efficiency']:.0%}, {nic['latency_us']:g} us, {nic['mega_messages']:g} million messages a second",
-        highlight=False,
+        f"{nic['efficiency']:.0%}, {nic['latency_us']:g} us, {nic['mega_messages']:g} million messages a second"
     )
-    table = _table(
-        "domains", "GPUs", "tokens", "ranks wanted", "dispatch us", "", "", "SMs", "combine us", "", "", "SMs"
-    )
-    with_memory = any("memory" in row for row in result["rows"])
-    for column in ("GEMMs us", "layer us", "overlapped us", *["weights GiB", "window GiB"] * with_memory):
-        table.add_column(column, justify="right", no_wrap=True)
-    for row in result["rows"]:
-        rounds = [
-            (f"{row[w]['us']:.1f}", row[w]["algorithm"], row[w]["bound"], str(row[w]["blocks"]))
-            for w in ("dispatch", "combine")
-        ]
-        layer = [f"{row['layer'][part]:.1f}" for part in ("gemm_us", "serial_us", "overlapped_us")]
-        where = f"{row['domains']} x {row['ranks']}", str(row["gpus"]), str(row["tokens"])
-        gib = [row["memory"][part] for part in ("weights_gib", "window_gib")] if with_memory else []
-        memory = ["" if part is None else f"{part:.2f}" for part in gib]
-        table.add_row(*where, f"{row['ranks_wanted']:.2f}", *rounds[0], *rounds[1], *layer, *memory)
-    show_table(table, out, names=3)
+    out.print(f"Predicted, not measured.  {name}{about}", highlight=False, markup=False)
+    show_rows(result["rows"], _PLACE, _PREDICTED, out)
 
 
 def show_check(result: dict[str, Any], out: Console) -> None:
     """Print the tables of `moecomm simulate check`."""
-    table = _table("measured in", "operation", "tokens", "measured us", "predicted us", "error", "held out error", "")
-    for row in result["measured"]:
-        what = " ".join(filter(None, (row["layout"], row["what"], row["payload"], row["variant"])))
-        where = row["file"] if row["domains"] == 1 else f"{row['file']} ({row['domains']} domains)"
-        held_out = f"{row['held_out_error']:+.1%}" if "held_out_error" in row else ""
-        kind = "excluded" if "excluded" in row else row["kind"].partition(": ")[2]
-        table.add_row(where, what, str(row["tokens"]), *_compared(row), held_out, kind)
     if result["measured"]:
-        show_table(table, out, names=3)
+        show_rows(result["measured"], _MEASURED, (*_COMPARED, *_HELD_OUT), out)
     else:
         out.print("No measured rows: name JSON of moecomm bench, or have it in bench/results.")
     if result["left_out"]:
         out.print(f"{result['left_out']} rows of operations that nothing was fitted to are left out", style="dim")
-    table = _table("published", "operation", "domains", "as us", "predicted us", "error", "bound by")
-    for row in result["published"]:
-        what = " ".join(filter(None, (row["what"], row["payload"])))
-        name = row["kind"].partition(": ")[2]
-        table.add_row(name, what, f"{row['domains']} x {row['ranks']}", *_compared(row), row["bound"])
-    show_table(table, out)
+    show_rows(result["published"], _PUBLISHED, (*_COMPARED, Column("bound by", "bound")), out)
     for source in dict.fromkeys((row["source"], row["note"]) for row in result["published"]):
         out.print("; ".join(filter(None, source)), style="dim", markup=False, highlight=False)
-    table = _table("kind", "rows", "median error", "signed error", "worst")
-    for error in result["errors"]:
-        figures = f"{error['median']:.1%}", f"{error['signed']:+.1%}", f"{error['worst']:+.1%}"
-        table.add_row(error["kind"], str(error["rows"]), *figures)
-    show_table(table, out)
+    show_rows(result["errors"], (Column("kind", "kind"),), _ERRORS, out)
 
 
 def show_fit(result: dict[str, Any], out: Console) -> None:
     """Print the table of `moecomm simulate fit`."""
-    figures = ("floor us", "alpha us", "GB/s", "row ns", "block GB/s", "copy GB/s")
-    table = _table("operation", "tokens", *figures, *_ERRORS)
-    for line in result["lines"]:
-        what = " ".join(filter(None, (line["layout"], line["what"], line["variant"])))
-        terms = (f"{line[part]:.1f}" for part in TERMS)
-        table.add_row(
-            what,
-            line["regime"],
-            *terms,
-            str(line["rows"]),
-            f"{line['median_error']:.1%}",
-            f"{line['worst_error']:.1%}",
-        )
-    show_table(table, out, names=2)
-    table = _table("few tokens between domains", "start us", "row ns", "block GB/s", "copy GB/s", "overlap", *_ERRORS)
-    for line in result["direct"]:
-        what = " ".join(filter(None, (line["layout"], line["what"], line["variant"])))
-        terms = (f"{line[part]:.2f}" if part == "overlap" else f"{line[part]:.1f}" for part in direct.TERMS)
-        table.add_row(what, *terms, str(line["rows"]), f"{line['median_error']:.1%}", f"{line['worst_error']:.1%}")
-    show_table(table, out)
+    show_rows(result["lines"], _LINE, (*map(_term, TERMS), *_FITTED), out)
+    few = Column("few tokens between domains", joined("layout", "what", "variant"))
+    show_rows(result["direct"], (few,), (*map(_term, direct.TERMS), *_FITTED), out)
     nic = result["nic"]
     out.print(f"rows reach {nic['efficiency']:.1%} of the line rate of a NIC, by published times", highlight=False)
 
 
-def _compared(row: dict[str, Any]) -> tuple[str, str, str]:
-    return f"{row['measured_us']:.1f}", f"{row['predicted_us']:.1f}", f"{row['error']:+.1%}"
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in columns:
-        figures = column.endswith(("us", "error", "rows", "worst", "GB/s", "ns", "GPUs", "wanted", "SMs"))
-        figures = figures or column == "tokens"
-        # In a table that is too wide, words may wrap to a second line, but figures must not be cut.
-        table.add_column(column, no_wrap=figures, justify="right" if figures else "left")
-    return table
+def _term(name: str) -> Column:
+    """Return the column of a fitted term, with its unit if it has one."""
+    word, _, unit = name.rpartition("_")
+    shown = _UNITS.get(unit or name)
+    return Column(f"{word} {shown}".strip(), name, "{:.1f}") if shown else Column(name, name, "{:.2f}")

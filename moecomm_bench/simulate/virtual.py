@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
-from moecomm_bench import schema
+from moecomm_bench import result_file
 from moecomm_bench.ours import BF16_WIRE, IN_WINDOW
 from moecomm_bench.simulate.domain import Line, Operation
 from moecomm_bench.simulate.measured import content
@@ -19,6 +18,7 @@ from moecomm_bench.simulate.rows import words_of
 
 # The sizes of the benchmark.
 _EXPERTS, _TOPK, _ROW_BYTES = 256, 8, 2 * 7168
+_ENTRIES, _MOST = ("ranks", "tokens", "layout", "what", "blocks", "us"), 1 << 16  # of a row, of a number
 _MOST_RANKS = 16  # of a slope: more ranks leave too few multiprocessors to each
 _EXPECTED = {"dispatch flat": 1.2, "dispatch expert": 1.5, "combine flat": 120.0, "combine expert": 90.0}
 
@@ -41,14 +41,20 @@ class Slope:
 def _rows(paths: Iterable[Path]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for path in paths:
-        result = content(path, schema.RESULT.bytes_of(path))
-        rows = [] if "benchmark" in result else result.get("rows", [])
-        if rows and {"ranks", "blocks", "us"} <= rows[0].keys():
-            try:
-                found += msgspec.convert(rows, list[schema.VirtualRow])
-            except ValueError as error:
-                schema.RESULT.refuse(path, error)
+        result = content(path, result_file.RESULT.bytes_of(path))
+        with result_file.reading(path):
+            rows = [] if "benchmark" in result else result.get("rows", [])
+            if rows and {"ranks", "blocks", "us"} <= rows[0].keys():
+                found += [{name: _known(row, name) for name in _ENTRIES} for row in rows]
     return found
+
+
+def _known(row: dict[str, Any], name: str) -> Any:
+    """Return an entry of a row.  Raises ValueError for a number that no result has."""
+    value = row[name]
+    if name not in ("layout", "what") and not 0 < value <= _MOST:
+        raise ValueError(f"{name} of {value}")
+    return value
 
 
 def slopes(paths: Iterable[Path]) -> list[Slope]:

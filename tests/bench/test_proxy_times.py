@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 from pathlib import Path
@@ -10,9 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-from moecomm_bench import latency, proxy_times, table
+from moecomm_bench import latency, proxy_times
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 
@@ -54,23 +52,19 @@ def test_parts_that_overlap_leave_no_rest() -> None:
     """Over TCP, a put is in flight until the peer acknowledges it, and the reply may come earlier."""
     found = proxy_times.of_put([[30.0], [29.0]], [[taken(busy_ns=400_000)]] * 2)
     assert found is not None and found["rest_us"] is None and found["copying_us"] == 35.0
-    row = {"bytes": 64, "method": "put", "sms": 1}
-    for plugin in (found, {**found, "rest_us": -12.0}):
-        heads, cells = proxy_times.table([{**row, "plugin": plugin}])
-        assert cells[heads.index("rest")] == "" and cells[heads.index("copying")] == "35.00"
+    (rest,) = (column for column in proxy_times.FIGURES if column.head == "rest")
+    assert [rest.text({"plugin": {"rest_us": us}}) for us in (found["rest_us"], -12.0, 2.0)] == ["", "", "2.00"]
     assert "no `rest`" in proxy_times.EXPLAINED
 
 
 @pytest.mark.parametrize("name", ["latency-gin-tcp-h100-2", "latency-gin-tcp-h200-2", "latency-backends-h100-4"])
 def test_parts_of_kept_results_are_not_negative_and_add_up(name: str) -> None:
     rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
-    heads, *lines = proxy_times.table(rows)
-    first, last = heads.index("one way us"), heads.index("rest")
-    assert lines and not any(cell.startswith("-") for cells in lines for cell in cells)
-    for cells in lines:
-        if cells[last]:
-            one_way, *parts = map(float, cells[first : last + 1])
-            assert sum(parts) == pytest.approx(one_way, abs=0.05)
+    shown = [[column.text(row) for column in proxy_times.FIGURES[1:7]] for row in rows if "plugin" in row]
+    assert shown and not any(cell.startswith("-") for cells in shown for cell in cells)
+    for one_way, *parts in shown:
+        if parts[-1]:
+            assert sum(map(float, parts)) == pytest.approx(float(one_way), abs=0.05)
 
 
 def test_of_several_ways_the_fastest_has_its_own_parts() -> None:
@@ -89,20 +83,6 @@ def test_where_nothing_was_taken_there_are_no_parts(nothing: Any) -> None:
     (merged,) = latency.merge([[row | {"plugin": [nothing]}]] * 2)
     assert "plugin" not in merged
     assert "plugin" not in latency.merge([[row]] * 2)[0]
-    assert proxy_times.table([merged]) == []
-
-
-def test_what_people_see() -> None:
-    (row,) = latency.merge([[rank([30.0, 40.0, 41.0])]] * 2)
-    row["backend"] = "gin"
-    us = ["40.00", "1.00", "4.00", "15.00", "2.00", "18.00"]
-    cells = ["64", "put, a warp, 1 block", "2.0", *us, "60%", "75%", "0.75"]
-    heads, last = proxy_times.table([{"bytes": 64, "us": {"p50": 1.0}}, row])
-    assert last == cells and len(heads) == len(cells)
-    out = Console(width=200, record=True, file=io.StringIO())
-    table.show_latency_backends({"ways": [{"backend": "gin"}], "rows": [row]}, out)
-    said = out.export_text()
-    assert "Where the one way of a put + signal" in said and said.splitlines()[-1].split() == " ".join(cells).split()
 
 
 class FakePlayer:

@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from typer.testing import CliRunner
 
 from moecomm.errors import BadInput
 from moecomm.router import Model
 from moecomm.routing import Recorded, synthesize
-from moecomm_bench import cli, moe, replay, table
+from moecomm_bench import cli, moe, replay
 from moecomm_bench.case import RoundsCase, Traffic
 from moecomm_bench.cli import app
 from moecomm_bench.layers import Layers
@@ -114,9 +113,7 @@ def test_dispatch_combine_replays_a_file_and_says_which(file: Path, ranks: Ranks
         "routing_file": "run.routing",
         "routing": about,
     }
-    out = Console(record=True, width=200, file=(tmp_path / "said").open("w"))
-    table.show_dispatch_combine(found, out)
-    assert "routing of run.routing (recorded of mine, 30 tokens, layers: 2)" in out.export_text()
+    assert replay.said(found["case"]).endswith("routing of run.routing (recorded of mine, 30 tokens, layers: 2)")
 
 
 def _layers(rank: int, group: Any, path: str) -> list[Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from moecomm_bench import show, table
+from moecomm_bench import columns, show
 
 RESULTS = sorted((Path(__file__).parents[2] / "bench" / "results").glob("*.json"))
 
@@ -17,19 +17,34 @@ RESULTS = sorted((Path(__file__).parents[2] / "bench" / "results").glob("*.json"
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_every_result_has_a_table(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = Console(width=200, record=True, file=io.StringIO())
-    monkeypatch.setattr(table, "console", lambda: out)
+    monkeypatch.setattr(columns, "console", lambda: out)
     show.show([path])
     said, found = out.export_text(), json.loads(path.read_text())
     assert found["commit"] in said and found["command"] in said
     rows = found.get("rows") or found.get("errors") or found["medians"]
-    if found.get("benchmark") == "latency-backends":  # a column for each backend
-        rows = {row["bytes"] for row in rows if "bytes" in row}
     assert len(said.splitlines()) > len(rows), "a line for each row, and the first"
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("all-gather-study-h100-2", "2 multicast all-gather, cuBLAS baseline - - - 0.093 23.2 x0.56"),
+        ("training-h100-2", "4096 moecomm forward and backward 45987 51326 11497 323 x1.35"),
+        ("decode-h200-4", "128 flat fp8 stand-in in step 5411 5420 5427 90.2 951 40.2"),
+        ("ll-h200-2", "128 moecomm batched dispatch bf16 - - - - - - - - -"),
+        ("gemm-h200", "deepseek-v3 1 swiglu bf16 4 16 133 64x8c2 749.8 10 5.02 1105.0 x1.47 33.4"),
+    ],
+)
+def test_cells_are_those_of_the_result(name: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = Console(width=240, record=True, file=io.StringIO())
+    monkeypatch.setattr(columns, "console", lambda: out)
+    show.show([RESULTS[0].with_name(f"{name}.json")])
+    assert line in [" ".join(shown.split()) for shown in out.export_text().splitlines()]
 
 
 def test_rows_without_a_table_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = Console(width=200, record=True, file=io.StringIO())
-    monkeypatch.setattr(table, "console", lambda: out)
+    monkeypatch.setattr(columns, "console", lambda: out)
     about = {"what": "x", "date": "2026-01-02", "commit": "", "command": "c", "how": "as [told]"}
     path = tmp_path / "x.json"
     path.write_text(json.dumps({**about, "rows": [{"kind": "a [b]", "us": 1.5}, {"kind": "c", "note": "d"}]}))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +9,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from rich.console import Console
 from typer.testing import CliRunner
 
-from moecomm_bench import decode, steps_table, training
+from moecomm_bench import decode, training
 from moecomm_bench.cli import app
 from moecomm_bench.decode import Decode, DecodeStep
 from moecomm_bench.exchange import by_expert
@@ -62,12 +60,7 @@ def test_a_row_for_each_way_to_decode(ranks: Ranks) -> None:
     for row in found["rows"]:
         assert row["us"]["p50"] > (4 * 100 if row["experts"] == "stand-in" else 0)
         assert row["layer_us"] == pytest.approx(row["us"]["p50"] / 4, abs=1e-3)
-    out = io.StringIO()
-    steps_table.show_decode(found, Console(file=out, width=160))
-    assert "4 layers a step" in out.getvalue() and out.getvalue().count("out of step") == 1 + 5
-    windows = {row["opened_bytes"] for row in found["rows"]}
-    assert all(row["opened_bytes"] > row["window_bytes"] for row in found["rows"])
-    assert min(windows) > 1 << 16 and all(f"{nbytes / 2**20:.0f}\n" in out.getvalue() for nbytes in windows)
+    assert all(row["opened_bytes"] > row["window_bytes"] > 1 << 16 for row in found["rows"])
 
 
 def test_what_is_beside_experts_and_waits() -> None:
@@ -135,9 +128,6 @@ def test_a_training_step_is_forward_and_backward_and_stands_beside_torchs(ranks:
     for ours, torchs in zip(found["rows"][:2], found["rows"][2:], strict=True):
         assert ours["of_torch"] == pytest.approx(torchs["us"]["p50"] / ours["us"]["p50"], abs=1e-3)
         assert ours["layer_us"] == pytest.approx(ours["us"]["p50"] / 2, abs=1e-3)
-    out = io.StringIO()
-    steps_table.show_training(found, Console(file=out, width=160))
-    assert out.getvalue().count("forward and backward") == 2
     assert all((row.get("window_bytes", 0) > 1 << 16) == (row["who"] == "moecomm") for row in found["rows"])
     assert all(row.keys() >= {"opened_bytes"} for row in found["rows"] if row["who"] == "moecomm")
 

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-from typing import Any
-
 import pytest
-import torch
 
 from moecomm.errors import BadInput
 from moecomm_bench.transfer import AS_THEY_ARE, TransferCase, merge, run
 
-ROOT = Path(__file__).parents[2]
 CASE = TransferCase("", 64, 32, 7, 3, "host", ["apart", "overlap"], [AS_THEY_ARE, "fp8", "nvfp4"], 2)
 
 
@@ -47,15 +41,3 @@ def test_times_are_of_the_slowest_rank_and_ratios_of_one_replay() -> None:
     (row,) = merge(CASE, ranks)["rows"]
     assert (row["moecomm_ms"], row["bytes_ms"], row["broadcast_ms"], row["stage_ms"]) == (3000, 1500, 7000, 2000)
     assert (row["of_bytes"], row["of_torch"], row["all_gather_ms"]) == (2.0, 2.75, None)
-
-
-@pytest.mark.parametrize("cast", [None, "fp8", "nvfp4"])
-def test_a_transfer_of_one_rank_leaves_what_torch_casts(cast: str | None) -> None:
-    """The script compares them."""
-    spec: Any = importlib.util.spec_from_file_location("transfer_alone", ROOT / "bench" / "transfer_alone.py")
-    alone = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(alone)
-    row = alone.measure(cast, 64, 32, 3, torch.device("cpu"))
-    assert row["cast"] == (cast or "bf16") and all(
-        row[f"{part}_ms"] > 0 for part in ("stage", "commit", "write", "read")
-    )

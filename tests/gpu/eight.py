@@ -15,7 +15,7 @@ ORDER = (
     # Other libraries beside moecomm: in a graph, alone and eager.
     *("peers", "peers-qwen3", "peers-one", "peers-qwen3-one"),
     # Whole layers beside torch's.
-    *("moe-deepseek-v3", "moe-qwen3-235b", "at-work-fp8", "at-work"),
+    *("moe-deepseek-v3", "moe-qwen3-235b"),
     # Domains: two, and four.
     *("domains", "nic", "four-domains", "four-domains-nic", "domain-counts", "backends-domains"),
     # Random cases, graph replays of which each is compared, and kills.

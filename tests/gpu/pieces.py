@@ -15,7 +15,6 @@ PEERS = "--layout flat,expert,batched --replays 20 --no-ceiling --others deep_ep
 OF_DOMAINS = f"dispatch-combine {DEEPSEEK} --tokens 128,4096 --no-ceiling --no-peers"
 TWO_DOMAINS = f"{OF_DOMAINS} --domain-ranks {HALF}"
 FOUR_DOMAINS = f"{OF_DOMAINS} --domain-ranks {QUARTER} --backend lsa --sms 32"
-TURNS = "--tokens 8192 --turns 1,4,8,16,32,64"
 ZIPF = f"{FOLDER}/zipf.routing"
 RECORDED = "bench/routing/byte-model.routing"  # in a command: the file, wherever that runs
 # 4 ranks with 1024 tokens each replay one layer of the file; the next input replays the next layer.
@@ -86,8 +85,6 @@ PIECES = (
     _layers("gpt-oss-120b", 400, "16,128,512,1024,4096"),
     _layers("mixtral-8x7b", 360, "16,128,512,4096"),
     _layers("qwen3-30b-a3b", 300, "128,1024,8192"),
-    Piece("at-work", 400, f"at_work.py --ranks {GPUS} --model deepseek-v3,qwen3-235b,qwen3-30b-a3b {TURNS}"),
-    Piece("at-work-fp8", 400, f"at_work.py --ranks {GPUS} --fp8 --model deepseek-v3,qwen3-235b,qwen3-30b-a3b {TURNS}"),
     Piece("decode-gemms", 200, f"decode {DEEPSEEK} --tokens 1,128 --layout expert --payload bf16 --gemms"),
     Piece("eager", 100, f"{CASES} --tokens 128,4096 --layout flat,expert --mode eager --singles 0 --no-peers"),
     Piece("ht", 150, f"{FLAT} --tokens 4096,8192 --sms 0,16,64 --replays 9"),
@@ -146,7 +143,6 @@ PIECES = (
     Piece("moving-weights", 300, f"moving_weights.py --ranks {GPUS}"),
     Piece("kill-plans", 300, f"tests.gpu.kills 20 --ranks {GPUS}"),
     Piece("kill-plans-all-gpus", 400, f"tests.kill_plans 2000 --gpus --most-ranks {GPUS} --jobs 2 --minutes 4"),
-    Piece("counters", 200, f"counters.py --ranks {GPUS}"),
     Piece("recorder-host-time", 100, f"recorder.py --ranks {GPUS}"),
     Piece(
         "tune-layers", 400, f"tune layers --ranks {GPUS} --tokens 128,1024,4096 --replays 5 --out {FOLDER}/layers.tune"
@@ -165,8 +161,6 @@ PIECES = (
         "--sustained 0",
         gpus=1,
     ),
-    Piece("passes", 100, "passes.py", gpus=1),
-    Piece("checks", 100, "one_rank.py", gpus=1),
     Piece("virtual-ranks", 200, "virtual_ranks.py", gpus=1),
 )
 

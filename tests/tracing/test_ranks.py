@@ -11,9 +11,6 @@ from typer.testing import CliRunner
 
 import moecomm
 from moecomm.observe.tracing import reading
-from moecomm.observe.tracing.reading import RankSpans, Span
-from moecomm.observe.tracing.summary import RoleTimes, summarize
-from moecomm.rounds.spans import CALLS
 from moecomm.tools.cli import app
 
 from ..conftest import Ranks
@@ -160,51 +157,6 @@ def test_a_line_that_is_no_span_is_bad_input(line: str, tmp_path: Path) -> None:
     path.write_text(f"{path.read_text()}{line}\n")
     with pytest.raises(moecomm.BadInput, match=r"spans, line \d"):
         reading.read([tmp_path])
-
-
-def test_a_summary_has_the_roles_of_each_operation_in_order(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.start(2, traces.run_traced, str(tmp_path / "trace"))
-    ranks.results(2)
-    rows = summarize(reading.read([tmp_path / "trace"]))
-    by_role = {(row.operation, row.role): row for row in rows}
-    assert {role for operation, role in by_role if operation == "dispatch"} >= {"agree", "send", "receive"}
-    assert {role for operation, role in by_role if operation == "combine"} >= {"announce", "reduce", "pull"}
-    assert all(row.rounds == traces.ROUNDS for row in rows)
-    assert all(0 <= row.begins <= row.ends >= row.usually_ends for row in rows)
-    assert by_role["dispatch", "agree"].begins <= by_role["dispatch", "receive"].begins
-    assert {row.rounds for row in summarize(reading.read([tmp_path / "trace"]), skip=1)} == {traces.ROUNDS - 1}
-    said = CliRunner().invoke(app, ["trace", "summary", str(tmp_path / "trace")], env={"COLUMNS": "120"})
-    assert said.exit_code == 0 and "receive" in said.output, said.output
-
-
-def test_a_summary_leaves_out_rounds_that_a_rank_lacks() -> None:
-    def file(rank: int, rounds: int, late_ns: int) -> RankSpans:
-        """Make rounds of 100 us, of which a rank sends for `late_ns`, then 20 us."""
-        spans = []
-        for number in range(1, rounds + 1):
-            begin = 100_000 * number
-            spans.append(Span(f"dispatch round {number}", CALLS, begin, begin + 90_000, {}))
-            spans.append(Span("send", "block 0 send", begin + late_ns, begin + late_ns + 20_000, {"round": number}))
-            spans.append(Span("wait for rank 1: rows", "block 0 send", begin, begin + 90_000, {"round": number}))
-        path, none = Path(f"moecomm-{rank}"), None
-        return RankSpans(path, "a", none, rank, 2, "host", "clock", rank, "lsa", (0, 1), spans)
-
-    rows = summarize([file(0, 5, 1_000), file(1, 3, 4_000)])
-    assert rows == [RoleTimes("dispatch", "send", 3, 0.0, 18.5, 20.0)]
-
-
-def test_a_summary_has_no_negative_times() -> None:
-    def file(rank: int, late_ns: int, role: str) -> RankSpans:
-        spans = [
-            Span("dispatch round 1", CALLS, 1_000, 900_000, {}),
-            Span("agree", "thread 0", 1_000 + late_ns, 2_000 + late_ns, {"round": 1}),
-            Span(role, "thread 0", 2_000 + late_ns, 3_000 + late_ns, {"round": 1}),
-        ]
-        return RankSpans(Path(f"moecomm-{rank}"), "a", None, rank, 2, "host", "clock", rank, "host", (0, 1), spans)
-
-    rows = {row.role: row for row in summarize([file(0, 0, "sends early"), file(1, 500_000, "send")])}
-    assert rows["sends early"][3:] == (0, 0, 0) and rows["send"][3:] == (1, 2, 2)
-    assert rows["agree"].ends == 1 and min(min(row[3:]) for row in rows.values()) == 0
 
 
 def test_traces_are_merged_from_files_and_folders_by_name(tmp_path: Path) -> None:
