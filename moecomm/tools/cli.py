@@ -71,9 +71,6 @@ def demo(
 @app.command()
 def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
-    limits: Annotated[
-        bool, typer.Option("--limits", help="Also print how many tokens travel in packets, by number of ranks.")
-    ] = False,
 ) -> None:
     """Show which backends can run here, and the first thing missing for each of the rest."""
     from moecomm.tools.doctor import doctor as examine
@@ -82,7 +79,7 @@ def doctor(
     if json:
         typer.echo(report.json())
     else:
-        show_doctor(report, Console(), limits)
+        show_doctor(report, Console())
 
 
 @app.command()
@@ -178,13 +175,13 @@ def show_demo(result: Result, console: Console) -> None:
         console.print("[red]An output differs from the single-rank layer by more than rounding explains.[/]")
 
 
-def show_doctor(report: Report, console: Console, limits: bool = False) -> None:
-    """Print the report of the doctor, with `limits` those of packets."""
+def show_doctor(report: Report, console: Console) -> None:
+    """Print the report of the doctor."""
     for backend in report.backends:
         can = ("can run", "green") if backend.can_run else ("can't run", "red")
         console.print(Text.assemble(f"{backend.name:<8} ", can, backend.verdict), soft_wrap=True)
     console.print()
-    console.print(report.details(limits), highlight=False, markup=False, soft_wrap=True)
+    console.print(report.details(), highlight=False, markup=False, soft_wrap=True)
 
 
 def main() -> None:

@@ -23,7 +23,6 @@ from moecomm.backends import gin, nic
 from moecomm.errors import Unsupported
 from moecomm.gpu import linking, loader, tuning
 from moecomm.integrations import doors
-from moecomm.tools.few_tokens import FewTokens, few_tokens, lines
 
 BACKENDS = ("host", "lsa", "gin", "nvshmem")
 MULTICAST = "off: no kernel of moecomm uses it, and a rank that dies in it takes other ranks with it"
@@ -105,13 +104,12 @@ class Report:
     versions: dict[str, str | None]  # None: not installed
     topology: Topology
     cache: Cache
-    few_tokens: list[FewTokens]
     tables: dict[str, str] = field(default_factory=dict)  # by the name of a GPU: where its tuning table comes from
     multicast: str = MULTICAST  # over NVLink; the same on every machine
     engines: dict[str, str] = field(default_factory=dict)  # by name and version: how moecomm comes into it
 
-    def details(self, limits: bool = False) -> str:
-        """Return all but backends as text: limits of packets only with `limits`."""
+    def details(self) -> str:
+        """Return all but backends as text."""
         versions = [f"{name:<14} {version or 'not installed'}" for name, version in self.versions.items()]
         place, cache = self.topology, self.cache
         shown = [*versions, "", f"{place.cores} core(s), {place.numa_nodes} NUMA node(s), {len(place.gpus)} GPU(s)"]
@@ -125,7 +123,6 @@ class Report:
         tables = [f"tuning table of {gpu}: {table}" for gpu, table in self.tables.items()]
         engines = [f"moecomm in {engine}: {way}" for engine, way in self.engines.items()]
         shown += ["", f"kernel cache: {cache.path} ({what})", *tables, *engines]
-        shown += ["", *lines(self.few_tokens)] if limits else []
         return "\n".join(shown)
 
     def json(self) -> str:
@@ -149,7 +146,6 @@ def doctor() -> Report:
         _versions(),
         topology,
         _cache(config.cache_dir()),
-        few_tokens(),
         {gpu: tuning.source(gpu) for gpu in sorted(set(topology.gpus))},
         engines=doors.ways(),
     )
