@@ -866,7 +866,7 @@ TOPICS = (
     Topic(
         "Accuracy",
         "A small language model over bytes, trained in float32, with three layers of 128 experts, reads text that was "
-        "held out (`python bench/accuracy.py`).  Rows of its layers travel over 4 ranks: in bfloat16, or cast to a "
+        "held out.  Rows of its layers travel over 4 ranks: in bfloat16, or cast to a "
         "format; sums return exact, in another wire, or, rounded by operations of torch, in formats that combine does "
         "not offer: `fp8_token` and `nvfp4`.  `loss`: nats a byte.  `divergence`: of the predicted bytes from those "
         "of the first row, nats (Kullback-Leibler).  `another byte`: share of the bytes of which another one is the "
@@ -897,7 +897,7 @@ TOPICS = (
     Topic(
         "Balance",
         "Predicted load of the busiest rank over the mean, means over layers, of plans of [`moecomm.balance`]"
-        "(balance.md) (`python bench/balance.py`): 58 layers of DeepSeek-V3 on 32 ranks of 4 nodes, 94 layers of "
+        "(balance.md): 58 layers of DeepSeek-V3 on 32 ranks of 4 nodes, 94 layers of "
         "Qwen3-235B on 16 ranks of 2; an eighth more slots than experts.  Loads are counts of 8192 tokens a layer that "
         "are drawn by Zipf's law.  `no replicas`: experts as a Buffer shares them.  Then tokens choose evenly among "
         "replicas, or a replica on their node.  Times are CPU time on one core.  Second table: a quarter of the tokens "
@@ -908,8 +908,8 @@ TOPICS = (
     ),
     Topic(
         "Balanced rounds",
-        "Rows of the busiest rank over the mean, by the [choice](placement.md#which-replica) of replicas (`python "
-        "bench/balanced_rounds.py`): 64 CPU ranks, 256 experts, top-8, 512 tokens a rank, drawn by Zipf's law; means "
+        "Rows of the busiest rank over the mean, by the [choice](placement.md#which-replica) of replicas: "
+        "64 CPU ranks, 256 experts, top-8, 512 tokens a rank, drawn by Zipf's law; means "
         "of four rounds.  Experts are placed by `spread`, for other tokens of the same law.  `changed`: half of the "
         "tokens have other favorites than those that the plan knew.",
         "balanced-rounds-cpu",

@@ -10,7 +10,7 @@ import typer
 
 from moecomm.tools.options import real, whole
 from moecomm_bench import options
-from moecomm_bench.kept import KeptResult, keep
+from moecomm_bench.kept import KeptResult, finish
 from moecomm_bench.options import (
     INNER,
     REPLAYED,
@@ -126,7 +126,7 @@ def dispatch_combine(
 ) -> None:
     """Time complete dispatches, combines and pairs of both: alone, in a row, and eager; or through several backends."""
     from moecomm import config
-    from moecomm_bench import backends, columns, declared
+    from moecomm_bench import backends
 
     sizes = FEW_AND_MANY.of(tokens, backend)
     times = {"replays": REPLAYS.of(replays, backend), "singles": SINGLES.of(singles, backend)}
@@ -154,7 +154,7 @@ def dispatch_combine(
             return
         kept = KeptResult(json)
         backends.dispatch_combine(ways, numbers("tokens", sizes), case_of, limit, kept)
-    declared.show(kept.result, columns.console())
+    kept.show()
 
 
 @app.command()
@@ -188,12 +188,10 @@ def sweep(
 
 
 def _run_case(case: RoundsCase, json: Path | None) -> None:
-    from moecomm_bench import columns, declared, dispatch_combine
+    from moecomm_bench import dispatch_combine
 
     result = dispatch_combine.run(case)
-    if result is not None:
-        declared.show(result, columns.console())
-        keep(result, json)
+    finish(result, json)
 
 
 @app.command()
@@ -212,7 +210,6 @@ def deep_ep_layer(
     json: Json = None,
 ) -> None:
     """Measure the overhead of the deep_ep interface over moecomm's own calls, on the device and on the host."""
-    from moecomm_bench import columns, declared
     from moecomm_bench import deep_ep_layer as measured
 
     case = options.case_of(
@@ -226,9 +223,7 @@ def deep_ep_layer(
         peers=False,
     )
     result = measured.run(case)
-    if result is not None:
-        declared.show(result, columns.console())
-        keep(result, json)
+    finish(result, json)
 
 
 @app.command()
@@ -242,7 +237,7 @@ def latency(
 ) -> None:
     """Measure put + signal between two ranks, 1 B to 64 MB: half a round trip, through one or several backends."""
     from moecomm.errors import BadInput
-    from moecomm_bench import backends, columns, declared, ranks
+    from moecomm_bench import backends, ranks
     from moecomm_bench import latency as measured
 
     most, repeated = MOST_BYTES.of(most_bytes, backend), SWEPT.of(replays, backend)
@@ -256,15 +251,14 @@ def latency(
     if len(ways) > 1:
         kept = KeptResult(json)
         backends.latency(ways, job, limit, kept)
-        declared.show(kept.result, columns.console())
+        kept.show()
         return
     name, count = ranks.plan(backend, None)
     count = count if ranks.under_torchrun() else 2
     by_rank = ranks.on_ranks("moecomm_bench.latency:run_rank", {"backend": name, **job}, count)
     if by_rank is not None:
         result = {"benchmark": "latency", "backend": name, "rows": measured.merge(by_rank)}
-        declared.show(result, columns.console())
-        keep(result, json)
+        finish(result, json)
 
 
 @app.command()
@@ -277,15 +271,14 @@ def all_to_all(
     json: Json = None,
 ) -> None:
     """Measure the most that the links carry, by method and SMs."""
-    from moecomm_bench import ceiling, columns, declared
+    from moecomm_bench import ceiling
     from moecomm_bench.ranks import on_ranks, plan
 
     name, count = plan(backend, ranks)
     by_rank = on_ranks("moecomm_bench.ceiling:run_rank", {"backend": name, "part_bytes": part_bytes}, count)
     if by_rank is not None:
         result = {"benchmark": "all-to-all", "backend": name, "ranks": count, "rows": ceiling.merge(by_rank)}
-        declared.show(result, columns.console())
-        keep(result, json)
+        finish(result, json)
 
 
 @app.command()
@@ -306,7 +299,6 @@ def gemm(
     json: Json = None,
 ) -> None:
     """Time the grouped GEMMs of one rank's experts, alternating with torch's. On one GPU."""
-    from moecomm_bench import columns, declared
     from moecomm_bench import gemm as measured
     from moecomm_bench.ranks import leads, need_gpu
 
@@ -319,8 +311,7 @@ def gemm(
     measured.check(models, *lists, **how)
     need_gpu("bench gemm", "CPU ranks multiply with torch")
     result = measured.run(models, *lists, every_schedule=every_schedule, **how)
-    declared.show(result, columns.console())
-    keep(result, json)
+    finish(result, json)
 
 
 @app.command()
@@ -360,7 +351,6 @@ def moe(
     json: Json = None,
 ) -> None:
     """Time complete expert layers: Buffer.moe, its parts, and torch's all_to_all and grouped GEMMs, alternating."""
-    from moecomm_bench import columns, declared
     from moecomm_bench import gemm as sizes
     from moecomm_bench import moe as measured
     from moecomm_bench import ranks as of_ranks
@@ -388,9 +378,7 @@ def moe(
         routing_file="" if routing is None else str(routing),
     )
     result = measured.run(case)
-    if result is not None:
-        declared.show(result, columns.console())
-        keep(result, json)
+    finish(result, json)
 
 
 @app.command()
@@ -411,7 +399,6 @@ def transfer(
     json: Json = None,
 ) -> None:
     """Time transfers of weights from trainer to engine, beside broadcast, all-gather and a copy of the bytes alone."""
-    from moecomm_bench import columns, declared
     from moecomm_bench import transfer as measured
     from moecomm_bench.case import model_sizes
     from moecomm_bench.ranks import plan
@@ -431,9 +418,7 @@ def transfer(
             replays=SWEPT.of(replays, backend),
         )
     )
-    if found is not None:
-        declared.show(found, columns.console())
-        keep(found, json)
+    finish(found, json)
 
 
 add_overlap(app)

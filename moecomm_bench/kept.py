@@ -1,9 +1,18 @@
-"""Files of results: of one that is complete, and of one that grows."""
+"""Results of commands: printed, and kept in files, when they are complete or while they grow."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+
+
+def finish(result: dict[str, Any] | None, json: Path | None) -> None:
+    """Print the table of a result and keep it; nothing in a process that has nothing to report."""
+    from moecomm_bench import columns, declared
+
+    if result is not None:
+        declared.show(result, columns.console())
+        keep(result, json)
 
 
 def keep(result: dict[str, Any], json: Path | None) -> None:
@@ -29,3 +38,7 @@ class KeptResult:
         self.result = result
         if self._json is not None:
             write(self._json, result)
+
+    def show(self, rows: list[dict[str, Any]] | None = None) -> None:
+        """Print the table; `rows`: only of these."""
+        finish(self.result if rows is None else {**self.result, "rows": rows}, None)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from moecomm.tools.options import real
-from moecomm_bench.kept import KeptResult
+from moecomm_bench.kept import KeptResult, finish
 from moecomm_bench.options import Backend, Json, Ranks, Replays
 
 Limit = Annotated[float, typer.Option(callback=real(1e-3), help="Seconds for an operator.")]
@@ -29,7 +29,7 @@ def overlap(
 ) -> None:
     """Time the fused operators beside products and collectives of torch and NCCL, alternating in graphs."""
     from moecomm.tools.launch import RanksFailed
-    from moecomm_bench import columns, declared, operator_cases, operators
+    from moecomm_bench import operator_cases, operators
     from moecomm_bench import ranks as of_ranks
 
     name, count = of_ranks.plan(backend, ranks)
@@ -53,7 +53,7 @@ def overlap(
         rows += found
         # Each operator is kept at once, so that a later one that fails or hangs loses nothing.
         kept({"benchmark": "overlap", "backend": name, "ranks": count, "replays": replays, "rows": rows})
-        declared.show({**kept.result, "rows": found}, columns.console())
+        kept.show(found)
     if failed is not None:
         raise failed
 
@@ -66,16 +66,14 @@ def all_gather_study(
     json: Json = None,
 ) -> None:
     """Time the ways to gather and multiply that a study of nvFuser compares, and the fused operator, in graphs."""
-    from moecomm_bench import columns, declared, gather_study
+    from moecomm_bench import gather_study
     from moecomm_bench import ranks as of_ranks
 
     name, count = of_ranks.plan(backend, ranks)
     rows = gather_study.run(count, name, replays, limit)
     if rows is not None:
-        kept = KeptResult(json)
         about = {"benchmark": "all-gather-study", "backend": name, "ranks": count, "replays": replays}
-        kept({**about, "size": gather_study.SIZE, "dtype": "fp16", "rows": rows})
-        declared.show(kept.result, columns.console())
+        finish({**about, "size": gather_study.SIZE, "dtype": "fp16", "rows": rows}, json)
 
 
 def add_overlap(app: typer.Typer) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from moecomm.fused.schedules import FP8_SCHEDULES, SCHEDULES
 from moecomm_bench import beside
@@ -89,61 +89,6 @@ def others(result: Result, tokens: int) -> Dots:
     return Dots(f"{tokens} tokens a rank", x, cases, dots)
 
 
-_FORMS = {"": "unfused", "sequential": "unfused", "one launch": "fused", "bf16 wire": "unfused, bf16 wire"}
-
-
-def layers(result: Result) -> list[Row]:
-    """Return rows of each model, by the type of weights: time, and time over the GEMMs alone."""
-    rows = [row for row in result["rows"] if "us" in row and row["what"] in ("layer", "GEMMs")]
-    found: list[Row] = []
-    for model in dict.fromkeys(row["model"] for row in rows):
-        for dtype in ("bf16", "FP8"):
-            forms, alone = [], {}
-            for row in rows:
-                if row["model"] != model or row["variant"].startswith("fp8") != (dtype == "FP8"):
-                    continue
-                variant = row["variant"].removeprefix("fp8").strip(", ")
-                if row["what"] == "layer":
-                    ours = row["who"] == "moecomm"
-                    forms.append(row | {"variant": _FORMS.get(variant, variant) if ours else variant})
-                elif row["who"] == "moecomm":
-                    alone[row["tokens"]] = row["us"]["p50"]
-            by, ratios = ("who", "variant"), [row for row in forms if "of_gemms" in row]
-            columns = [
-                _lines(forms, "tokens", by, lambda row: row["us"]["p50"]),
-                _lines(ratios, "tokens", by, lambda row: row["of_gemms"]),
-            ]
-            ones = dict.fromkeys(alone, 1.0)
-            keep = [[Line("GEMMs alone", sorted(of.items()), REFERENCE)] if of else [] for of in (alone, ones)]
-            title = f"{model or 'numbers given'}, {dtype} weights"
-            found += _panels(title, "tokens a rank", ["us", "time / GEMMs alone"], columns, keep, from_zero={1})
-    return found
-
-
-def products(result: Result) -> list[Row]:
-    """Return a row of each model and number of ranks: TFLOP/s of each grouped GEMM."""
-    rows = []
-    for row in result["rows"]:
-        ours = row["us"][row["chosen"]]
-        times = {"moecomm": ours, **{who: us for who, us in row["us"].items() if who not in _PRODUCTS}}
-        rows += [row | {"who": who, "us": us, "speed": row["tflops"] * ours / us} for who, us in times.items()]
-    found: list[Row] = []
-    for (model, ranks), some in _grouped(rows, ("model", "ranks")).items():
-        panels = [
-            Panel(
-                f"{model}, {ranks} ranks: GEMM {number}{f', {activation}' * bool(activation)}",
-                "tokens a rank",
-                "TFLOP/s",
-                part,
-                False,
-            )
-            for (number, activation), of in _grouped(some, ("gemm", "activation")).items()
-            for part in split(_lines(of, "tokens", ("who", "dtype"), lambda row: row["speed"]))
-        ]
-        found += [panels[begin : begin + 3] for begin in range(0, len(panels), 3)]
-    return found
-
-
 _NAMES = {"nccl": "computation and NCCL", "torch": "torch's fused operator", "alone": "computation alone"}
 
 
@@ -168,91 +113,159 @@ def operators(result: Result) -> list[Row]:
     return found
 
 
-def puts(result: Result) -> list[Row]:
-    """Return rows of put + signal over bytes: by a warp, and by other methods."""
-    rows = [row for row in result["rows"] if "us" in row]
-    found: list[Row] = []
-    for by_warp in (True, False):
-        some = [row for row in rows if row["method"].endswith("a warp") == by_warp]
-        by = ("backend", "method") if len({row.get("backend") for row in some}) > 1 else ("method",)
-        times, speeds = (_lines(some, "bytes", by, v) for v in (lambda r: r["us"]["p50"], lambda r: r["gbs"]))
-        title = "put + signal by a warp" if by_warp else "put + signal by other means"
-        found += _panels(title, "bytes", ["us", "GB/s"], [times, speeds])
+class Axes(NamedTuple):
+    """How a benchmark is drawn: a row of panels for each value of `panels`, a panel for each of `values`.
+
+    Attributes:
+        rows: rows of a result, with entries beside those that they have.
+        x: entry and label of the horizontal axis.
+        panels, lines: entries that tell rows of panels apart, and lines in a panel.
+        values: label of each vertical axis, and its value; rows without it have no point.
+        from_zero: which of them begin at 0; the others are logarithmic.
+    """
+
+    rows: Callable[[Result], list[Result]]
+    x: tuple[str, str]
+    panels: tuple[str, ...]
+    lines: tuple[str, ...]
+    values: dict[str, Callable[[Result], float | None]]
+    from_zero: tuple[int, ...] = ()
+
+    def __call__(self, result: Result) -> list[Row]:
+        """Return the rows of panels of a result."""
+        found: list[Row] = []
+        over, label = self.x
+        for title, some in _by(self.rows(result), self.panels).items():
+            several = len({row.get(self.lines[0]) for row in some}) > 1 or len(self.lines) == 1
+            lines = self.lines if several else self.lines[1:]
+            columns = [
+                _lines([row for row in some if value(row) is not None], over, lines, value)
+                for value in self.values.values()
+            ]
+            found += _panels(title, label, [*self.values], columns, from_zero=self.from_zero)
+        return found
+
+
+def _median(row: Result) -> float:
+    return float(row["us"]["p50"])
+
+
+def _timed(result: Result) -> list[Result]:
+    return [row for row in result["rows"] if "us" in row]
+
+
+def _layers(result: Result) -> list[Result]:
+    """Return layers and GEMMs, with the type of their weights apart from the form."""
+    found = []
+    for row in _timed(result):
+        if row["what"] in ("layer", "GEMMs"):
+            fp8 = row["variant"].startswith("fp8")
+            form = row["variant"].removeprefix("fp8").strip(", ") or ("unfused" if row["who"] == "moecomm" else "")
+            title = f"{row['model'] or 'numbers given'}, {'FP8' if fp8 else 'bf16'} weights"
+            found.append(row | {"variant": form if row["what"] == "layer" else "GEMMs alone", "title": title})
     return found
 
 
-def links(result: Result) -> list[Row]:
-    """Return rows of all-to-alls: over SMs, and by copy engines."""
-    found: list[Row] = []
-    for title, by_sms in (("all-to-all by SMs", True), ("all-to-all by copy engines", False)):
-        rows = [row for row in result["rows"] if "us" in row and bool(row["sms"]) == by_sms]
-        times, speeds = (_lines(rows, "sms", ("method",), v) for v in (lambda r: r["us"]["p50"], lambda r: r["gbs"]))
-        found += _panels(title, "SMs", ["us", "GB/s a rank"], [times, speeds], from_zero={0, 1})
+def _products(result: Result) -> list[Result]:
+    """Return a row for each library that multiplied, with its speed."""
+    found = []
+    for row in result["rows"]:
+        ours, activation = row["us"][row["chosen"]], f", {row['activation']}" if row["activation"] else ""
+        about = row | {"title": f"{row['model']}, {row['ranks']} ranks: GEMM {row['gemm']}{activation}"}
+        times = {"moecomm": ours, **{who: us for who, us in row["us"].items() if who not in _PRODUCTS}}
+        found += [about | {"who": who, "speed": row["tflops"] * ours / us} for who, us in times.items()]
     return found
+
+
+def _puts(result: Result) -> list[Result]:
+    ways = (True, "put + signal by a warp"), (False, "put + signal by other means")
+    return [
+        row | {"title": title}
+        for by_warp, title in ways
+        for row in _timed(result)
+        if row["method"].endswith("a warp") == by_warp
+    ]
+
+
+def _links(result: Result) -> list[Result]:
+    titles = "all-to-all by copy engines", "all-to-all by SMs"
+    return [row | {"title": titles[bool(row["sms"])]} for row in _timed(result)]
 
 
 def backends(result: Result) -> list[Row]:
     """Return a row for each operation through several backends: over tokens, or over the number of domains."""
     ranks = result["case"]["ranks"]
     rows = [
-        row | {"domains": ranks // (row["domain_ranks"] or ranks)}
-        for row in result["rows"]
-        if "us" in row and row["what"] != "pair"
+        row | {"domains": ranks // (row["domain_ranks"] or ranks)} for row in _timed(result) if row["what"] != "pair"
     ]
-    over = "tokens" if len({row["tokens"] for row in rows}) > 1 else "domains"
-    by = ("backend", "domains") if over == "tokens" and len({row["domains"] for row in rows}) > 1 else ("backend",)
-    speed, head = ("wire_gbs", "GB/s that leave a rank") if over == "tokens" else ("across_gbs", "GB/s between domains")
-    found: list[Row] = []
-    for title, some in _by(rows, (*_ROUND, "variant")).items():
-        times = _lines(some, over, by, lambda row: row["us"]["p50"])
-        speeds = _lines(some, over, by, lambda row: row[speed])
-        x = "tokens a rank" if over == "tokens" else f"domains, {some[0]['tokens']} tokens a rank"
-        found += _panels(title, x, ["us", head], [times, speeds], from_zero={1})
+    over_tokens = len({row["tokens"] for row in rows}) > 1
+    several = over_tokens and len({row["domains"] for row in rows}) > 1
+    x = ("tokens", "tokens a rank") if over_tokens else ("domains", f"domains, {rows[0]['tokens']} tokens a rank")
+    speed = ("GB/s that leave a rank", "wire_gbs") if over_tokens else ("GB/s between domains", "across_gbs")
+    lines = ("backend", "domains") if several else ("backend",)
+    values: dict[str, Callable[[Result], float | None]] = {"us": _median, speed[0]: lambda row: float(row[speed[1]])}
+    return Axes(lambda _: rows, x, (*_ROUND, "variant"), lines, values, (1,))(result)
+
+
+def _predictions(result: Result) -> list[Result]:
+    """Return a row for each part of a prediction: `round`, `between` (GB/s) or `layer`."""
+    found = []
+    for row in result["rows"]:
+        about = {"title": f"{row['tokens']} tokens a rank", "gpus": row["gpus"]}
+        for what in ("dispatch", "combine"):
+            of = row[what]
+            found.append(about | {"part": what, "round": of["us"], "between": of["slow_bytes"] / of["us"] / 1e3})
+        for part, name in (("unfused", "serial_us"), ("overlapped", "overlapped_us"), ("GEMMs alone", "gemm_us")):
+            found.append(about | {"part": part, "layer": row["layer"][name]})
     return found
 
 
-def predictions(result: Result) -> list[Row]:
-    """Return a row for each number of tokens: rounds, layers, and bandwidth between domains, over GPUs."""
-    values: dict[str, dict[str, Callable[[Result], float]]] = {
-        "us of a round": {"dispatch": lambda row: row["dispatch"]["us"], "combine": lambda row: row["combine"]["us"]},
-        "us of a layer": {
-            "unfused": lambda row: row["layer"]["serial_us"],
-            "overlapped": lambda row: row["layer"]["overlapped_us"],
-            "GEMMs alone": lambda row: row["layer"]["gemm_us"],
-        },
-        "GB/s between domains": {
-            "dispatch": lambda row: _between_domains(row["dispatch"]),
-            "combine": lambda row: _between_domains(row["combine"]),
-        },
-    }
-    found: list[Row] = []
-    for (tokens,), rows in _grouped(result["rows"], ("tokens",)).items():
-        panels = []
-        for head, of in values.items():
-            lines = [
-                Line(label, sorted((row["gpus"], value(row)) for row in rows), OURS, dashes)
-                for (label, value), dashes in zip(of.items(), DASHES, strict=False)
-            ]
-            lines = [line._replace(color=REFERENCE) if line.label == "GEMMs alone" else line for line in lines]
-            panels.append(Panel(f"{tokens} tokens a rank", "GPUs", head, lines, head.startswith("us")))
-        found.append(panels)
-    return found
-
-
-def _between_domains(part: dict[str, float]) -> float:
-    return part["slow_bytes"] / part["us"] / 1e3
-
-
+_TOKENS_AXIS = ("tokens", "tokens a rank")
 KINDS: dict[str, Callable[[Result], list[Row]]] = {
     "dispatch-combine": rounds,
-    "moe": layers,
-    "gemm": products,
+    "moe": Axes(
+        _layers,
+        _TOKENS_AXIS,
+        ("title",),
+        ("who", "variant"),
+        {"us": _median, "time / GEMMs alone": lambda row: row.get("of_gemms")},
+        (1,),
+    ),
+    "gemm": Axes(
+        _products, _TOKENS_AXIS, ("title",), ("who", "dtype"), {"TFLOP/s": lambda row: float(row["speed"])}, (0,)
+    ),
     "overlap": operators,
-    "latency": puts,
-    "latency-backends": puts,
-    "all-to-all": links,
+    "all-to-all": Axes(
+        _links,
+        ("sms", "SMs"),
+        ("title",),
+        ("method",),
+        {"us": _median, "GB/s a rank": lambda row: float(row["gbs"])},
+        (0, 1),
+    ),
+    **dict.fromkeys(
+        ("latency", "latency-backends"),
+        Axes(
+            _puts,
+            ("bytes", "bytes"),
+            ("title",),
+            ("backend", "method"),
+            {"us": _median, "GB/s": lambda row: float(row["gbs"])},
+        ),
+    ),
     "backends": backends,
-    "simulate": predictions,
+    "simulate": Axes(
+        _predictions,
+        ("gpus", "GPUs"),
+        ("title",),
+        ("part",),
+        {
+            "us of a round": lambda row: row.get("round"),
+            "us of a layer": lambda row: row.get("layer"),
+            "GB/s between domains": lambda row: row.get("between"),
+        },
+        (2,),
+    ),
 }
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from moecomm.tools.options import real, whole
-from moecomm_bench.kept import keep
+from moecomm_bench.kept import finish
 from moecomm_bench.options import (
     INNER,
     REPLAYED,
@@ -55,7 +55,6 @@ def decode(
     json: Json = None,
 ) -> None:
     """Time a decode step: layers of dispatch, experts and combine in one graph, with ranks in step and out of step."""
-    from moecomm_bench import columns, declared
     from moecomm_bench import decode as measured
 
     sizes, lists = (model, hidden, topk, experts), (tokens, layout, payload, "0")
@@ -63,9 +62,7 @@ def decode(
     inner = inner_of(model, intermediate) if gemms else 0
     counts = DECODED.of(layers, backend), STEPS.of(steps, backend)
     found = measured.run(measured.Decode(case, counts[0], expert_us, delay_us, counts[1], inner))
-    if found is not None:
-        declared.show(found, columns.console())
-        keep(found, json)
+    finish(found, json)
 
 
 def training(
@@ -84,7 +81,6 @@ def training(
     json: Json = None,
 ) -> None:
     """Time a training step of expert layers: forward, and forward with backward."""
-    from moecomm_bench import columns, declared
     from moecomm_bench import training as measured
 
     sizes = (model, hidden, topk, experts)
@@ -93,9 +89,7 @@ def training(
     case = case_of(sizes, lists, (backend, ranks, None), routing, replays=repeated, ceiling=False, peers=peers)
     inner = inner_of(model, INNER.of(intermediate, backend))
     found = measured.run(measured.Training(case, inner, TRAINED.of(layers, backend)))
-    if found is not None:
-        declared.show(found, columns.console())
-        keep(found, json)
+    finish(found, json)
 
 
 def add_steps(app: typer.Typer) -> None:

@@ -80,7 +80,8 @@ def show_check(result: dict[str, Any], out: Console) -> None:
     else:
         out.print("No measured rows: name JSON of moecomm bench, or have it in bench/results.")
     if result["left_out"]:
-        out.print(f"{result['left_out']} rows of operations that nothing was fitted to are left out", style="dim")
+        left_out = f"{result['left_out']} rows of operations that nothing was fitted to are left out"
+        out.print(left_out, style="dim", markup=False)
     show_rows(result["published"], _PUBLISHED, (*_COMPARED, Column("bound by", "bound")), out)
     for source in dict.fromkeys((row["source"], row["note"]) for row in result["published"]):
         out.print("; ".join(filter(None, source)), style="dim", markup=False, highlight=False)

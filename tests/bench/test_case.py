@@ -50,27 +50,6 @@ def test_bytes_of_a_row(payload: str, nbytes: int) -> None:
     assert dataclasses.replace(CASE, hidden=2880).row_bytes(payload) == nbytes
 
 
-def test_routing_is_drawn_anew_for_each_rank_and_the_same_in_each_run() -> None:
-    idx, weights = CASE.routing(40, 1)
-    again, _ = CASE.routing(40, 1)
-    assert torch.equal(idx, again) and not torch.equal(idx, CASE.routing(40, 0)[0])
-    assert not torch.equal(idx, CASE.routing(40, 1, 1)[0]), "of another input"
-    assert idx.shape == (40, 3) and 0 <= int(idx.min()) <= int(idx.max()) < 12
-    assert all(len(set(token)) == 3 for token in idx.tolist())
-    assert torch.allclose(weights.sum(dim=1), torch.ones(40))
-
-
-def test_skewed_tokens_want_rank_0_on_every_rank() -> None:
-    skewed = dataclasses.replace(CASE, skew=0.25)
-    for rank in range(3):
-        idx, _ = skewed.routing(4000, rank)
-        there = (idx // 4 == 0).all(dim=1).float().mean()
-        by_chance = 1 / 55  # 4 over 3 of 12 over 3
-        assert abs(float(there) - (0.25 + 0.75 * by_chance)) < 0.03
-    everybody, _ = dataclasses.replace(CASE, skew=1.0).routing(50, 2)
-    assert int(everybody.max()) < 4
-
-
 @pytest.mark.parametrize(
     ("argument", "given"),
     [

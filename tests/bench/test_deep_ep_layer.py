@@ -119,29 +119,3 @@ def test_the_command_measures_both_calls(tmp_path: Path) -> None:
         assert 0 < native["p50"] <= native["p90"] and 0 < compat["p50"] <= compat["p90"]
         assert row["of_native"] == pytest.approx(compat["p50"] / native["p50"], abs=1e-4)
         assert row["host_more_us"] is None  # on CPUs a call is the operation
-
-
-def result() -> dict[str, Any]:
-    """Merge two ranks: one is slower on the device, the other has more to do on the host; host times of three calls."""
-    about = {"tokens": 128, "what": "dispatch", "payload": "fp8", "variant": "handle"}
-    first = {
-        "us": {"native": [10.0, 12.0], "compat": [11.0, 15.0]},
-        "host_us": {"native": [7.0, 9.0, 6.0], "compat": [9.0, 9.5, 9.0], "again": [7.0, 9.25, 6.0]},
-    }
-    second = {
-        "us": {"native": [8.0, 14.0], "compat": [12.0, 13.0]},
-        "host_us": {"native": [8.0, 9.0, 7.0], "compat": [12.5, 13.0, 11.5], "again": [8.0, 8.0, 7.0]},
-    }
-    lost = {**about, "what": "combine", "payload": "", "why": "no room"}
-    return deep_ep_layer.merge(CASE, [{"rows": [about | part, lost]} for part in (first, second)])
-
-
-def test_the_slowest_rank_counts() -> None:
-    assert result()["case"]["inputs"] == 1
-    row, lost = result()["rows"]
-    assert row["us"]["native"]["p50"] == 12 and row["us"]["compat"]["p50"] == 13.5  # of 10, 14 and of 12, 15
-    assert row["of_native"] == 1.125
-    assert row["host_us"] == {"native": 7.5, "compat": 10.75} and row["host_more_us"] == 4.5
-    assert row["host_p99_us"] == {"native": 9.0, "compat": 11.25}, "of 9, 9 and of 9.5, 13"
-    assert row["host_p99_more_us"] == 4.0 and row["host_p99_again_us"] == 0.25
-    assert lost == {"tokens": 128, "what": "combine", "payload": "", "variant": "handle", "why": "no room"}

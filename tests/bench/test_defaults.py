@@ -50,13 +50,6 @@ def test_defaults_of_cpu_ranks_are_small(asked: Any) -> None:
     assert max(job["sizes"]) == 1 << 20 < max(latency.SIZES)
 
 
-def test_what_is_given_counts_on_cpu_ranks_as_well(asked: Any) -> None:
-    [case] = asked("dispatch-combine", "--tokens", "300", "--replays", "7", "--singles", "9")
-    assert (case.tokens, case.replays, case.singles) == ([300], 7, 9)
-    [case] = asked("moe", "--model", "mixtral-8x7b", "--intermediate", "128")
-    assert [model.intermediate for model in case.models] == [128]
-
-
 def test_defaults_of_gpus_are_those_of_the_kept_results(asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "plan", lambda backend, count: ("lsa", 4))
     [case] = asked("dispatch-combine")

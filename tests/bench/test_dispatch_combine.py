@@ -12,15 +12,12 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
-from typer.testing import CliRunner
 
 from moecomm.backends import host
 from moecomm.base import packets
 from moecomm_bench import dispatch_combine
 from moecomm_bench.case import RoundsCase
-from moecomm_bench.cli import app
-from moecomm_bench.ours import IN_WINDOW, Ours, TimedOperation, operations
+from moecomm_bench.ours import operations
 from moecomm_bench.simulate.domain import Operation
 from moecomm_bench.simulate.rows import lines_of
 
@@ -148,30 +145,6 @@ def _measure(rank: int, group: Any, job: dict[str, Any]) -> dict[str, Any]:
     return dispatch_combine.run_rank(group, **job)
 
 
-def test_words_of_the_command_become_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[RoundsCase] = []
-    monkeypatch.setattr(dispatch_combine, "run", asked.append)
-    words = ["--tokens", "40", "--layout", "flat", "--payload", "bf16", "--ranks", "4", "--domain-ranks", "2"]
-    words += ["--skew", "--cold", "--replays", "2", "--singles", "7", "--no-peers", "--no-ceiling"]
-    told = CliRunner().invoke(app, ["dispatch-combine", *SIZES, *words], catch_exceptions=False)
-    assert told.exit_code == 0, told.output
-    about: dict[str, Any] = {"tokens": [40], "layouts": ["flat"], "payloads": ["bf16"], "ranks": 4, "domain_ranks": 2}
-    how: dict[str, Any] = {"skew": 0.25, "cold": True, "replays": 2, "singles": 7, "peers": False, "ceiling": False}
-    how["rows_wire"] = False
-    assert asked == [replace(CASE, **about, **how, sms=[0])]
-
-
-def test_domains_of_one_rank_have_room_for_what_crosses(ranks: Ranks) -> None:
-    beyond = []
-    about: dict[str, Any] = {"ranks": 2, "tokens": [24], "layouts": ["flat"], "replays": 1, "ceiling": False}
-    for domain_ranks in (0, 1):
-        found = measured(ranks, CASE, **about, domain_ranks=domain_ranks, rows_wire=False)
-        assert found["case"]["domain_ranks"] == domain_ranks and all("us" in row for row in found["rows"])
-        beyond.append(found["memory"][0])
-    assert all(0 < memory["beyond_outputs"] < memory["window"] for memory in beyond)
-    assert beyond[0]["beyond_outputs"] < beyond[1]["beyond_outputs"]
-
-
 def check_bytes(row: dict[str, Any], traffic: dict[str, Any]) -> None:
     """Bytes of a row of the table, from the counts."""
     payload = {"bf16": 2 * HIDDEN, "fp8": HIDDEN + 4, "": 0}[row["payload"]]
@@ -212,100 +185,6 @@ def test_moved_bytes_of_packets_are_their_lines(ranks: Ranks) -> None:
             assert row["ideal_bytes"] < row["moved_bytes"]
 
 
-def test_pairs_and_layouts_are_compared_with_their_parts() -> None:
-    def row(what: str, layout: str, payload: str, variant: str, us: float) -> dict[str, Any]:
-        about = {"who": "moecomm", "tokens": 5, "sms_asked": 0, "what": what, "layout": layout}
-        sizes = {"wire_bytes": 8000.0, "busiest_bytes": 16000.0, "logical_bytes": 0.0}
-        times = {"us": [us] * 4, "eager_us": [us + 1] * 4, "alone_us": [us + 2] * 4, "host_us": us / 2}
-        return {**about, "payload": payload, "variant": variant, **times, **sizes}
-
-    def rank(factor: float) -> dict[str, Any]:
-        rows = [
-            row("dispatch", "flat", "fp8", "", 2 * factor),
-            row("combine", "flat", "", "y in the window", 3 * factor),
-            row("combine", "flat", "", "y outside", 4 * factor),
-            row("pair", "flat", "fp8", "y in the window", 4 * factor),
-            row("dispatch", "expert", "fp8", "", 3 * factor),
-            row("combine", "expert", "", "bf16 wire", 5 * factor),
-        ]
-        ceiling = [{"method": "st", "sms": 8, "bytes": 8000, "us": [1.0 * factor] * 4}]
-        memory = [{"tokens": 5, "layout": "flat", "window": 10 * factor, "beyond_outputs": 1}]
-        alone = {"calls": 4, "floor_us": [factor] * 4, "step_ns": int(32 * factor)}
-        libraries = {"deep_ep": "2.1"}
-        shown = {"backend": "host", "ceiling": ceiling, "memory": memory, "rows": rows, "alone": alone}
-        return {**shown, "libraries": libraries}
-
-    found = dispatch_combine.merge(CASE, [rank(1.0), rank(2.0)])
-    assert found["libraries"] == {"deep_ep": "2.1"}
-    assert found["ceiling"][0]["gbs"] == 4.0
-    assert [row["us"]["p50"] for row in found["rows"]] == [4, 6, 8, 8, 6, 10]  # of the slower rank
-    assert [row["host_us_slowest"] for row in found["rows"]] == [2, 3, 4, 4, 3, 5]
-    assert found["rows"][0]["host_us"] == 1.5  # of the rank in the middle
-    assert [row["of_wire"] for row in found["rows"]] == [0.5, 0.3333, 0.25, 0.25, 0.3333, 0.2]
-    assert [row.get("of_sum") for row in found["rows"]] == [None, None, None, 0.8, None, None]
-    assert [row.get("of_flat") for row in found["rows"]] == [None, None, None, None, 1.5, 1.25]
-    assert found["memory"] == [{"tokens": 5, "layout": "flat", "window": 20.0, "beyond_outputs": 1}]
-    slower = dict.fromkeys(("p50", "p90", "p99"), 2.0)
-    assert found["alone"] == {"calls": 4, "floor_us": slower, "step_ns": 64}
-    assert [(row["alone_us"]["p50"], row["eager_us"]["p99"]) for row in found["rows"][:2]] == [(6, 5), (8, 7)]
-    assert found["ceiling_is"] == "ceiling"
-
-
-def test_a_ceiling_that_a_row_beats_is_a_reference() -> None:
-    sizes = {"wire_bytes": 8000.0, "busiest_bytes": 8000.0, "logical_bytes": 0.0}
-    about = {"who": "nccl", "tokens": 5, "sms_asked": 0, "what": "dispatch", "layout": "flat", "payload": "bf16"}
-    row = {**about, "variant": "", "us": [0.9], "host_us": None, **sizes}
-    rank = {"backend": "lsa", "memory": [], "rows": [row]}
-    rank["ceiling"] = [{"method": "st", "sms": 8, "bytes": 8000, "us": [1.0]}]
-    found = dispatch_combine.merge(CASE, [rank, rank])
-    assert found["rows"][0]["of_wire"] == 1.1111 and found["ceiling_is"] == "reference"
-
-
-def test_skewed_routing_is_held_against_the_busiest_link(ranks: Ranks) -> None:
-    flat: dict[str, Any] = {"layouts": ["flat"], "payloads": ["bf16"]}
-    found = measured(ranks, CASE, ranks=4, tokens=[40], **flat, skew=0.25, cold=True, replays=2, inputs=1)
-    ceiling = found["ceiling"][0]["gbs"]
-    assert found["case"]["skew"] == 0.25 and found["case"]["cold"]
-    for row in found["rows"]:
-        assert row["busiest_bytes"] > 1.2 * row["wire_bytes"]
-        assert row["of_wire"] == pytest.approx(row["busiest_bytes"] / ceiling / 1e3 / row["us"]["p50"], abs=1e-3)
-    assert {row["who"] for row in found["rows"]} == {"moecomm"}
-
-
-def _pair_of_fp8(rank: int, group: Any) -> list[tuple[bool, bool, list[str]]]:
-    """Say of each input if a pair in fp8 combines the rows that a dispatch in bf16 hands out, and what it calls."""
-    case = replace(CASE, ranks=2, layouts=["flat"], cold=True, inputs=3)
-    found = []
-    with Ours(case, group, torch.device("cpu"), 5) as ours:
-        buffer, made = ours.buffer, []
-
-        def combine(y: torch.Tensor, handle: Any, **options: Any) -> None:
-            made.append("combine")
-            combined.append((y, handle))
-
-        dispatch, combined = buffer.dispatch, []
-        with (
-            patch.object(buffer, "combine", combine),
-            patch.object(buffer, "dispatch", lambda **given: (made.append("dispatch"), dispatch(**given))[1]),
-            patch.object(ours.clock, "_flush", lambda: made.append("flush")),
-        ):
-            calls = ours.call(TimedOperation("pair", "flat", "fp8", IN_WINDOW, 1)).calls
-            for given, call in zip(ours.inputs, calls, strict=True):
-                made.clear()
-                call()
-                steps = list(made)
-                y, handle = combined[-1]
-                arrived = dispatch(given.x, given.topk_idx, given.topk_weights, layout="flat")
-                rows = len(arrived.x)
-                found.append((torch.equal(y[:rows], arrived.x), buffer.empty(handle).shape == y.shape, steps))
-    return found
-
-
-def test_pairs_in_fp8_combine_the_rows_that_arrived_and_flush_between(ranks: Ranks) -> None:
-    steps = ["dispatch", "flush", "combine"]
-    assert ranks.run(2, _pair_of_fp8) == [[(True, True, steps)] * 3] * 2
-
-
 @pytest.mark.long
 def test_torchrun_starts_the_ranks_as_well(tmp_path: Path) -> None:
     start = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "moecomm_bench")
@@ -324,31 +203,6 @@ def test_torchrun_starts_the_ranks_as_well(tmp_path: Path) -> None:
     assert rows == [(tokens, *words) for tokens in (1, 2, 4) for words in everybody]
     assert all(row["of_wire"] is None and row["us"]["p50"] > 0 for row in found["rows"])
     assert said.count("tokens  by") == 1, "rank 0 alone reports"
-
-
-@pytest.mark.gpu1
-@pytest.mark.long
-def test_one_of_the_ranks_of_torchrun_times_the_gemms(tmp_path: Path) -> None:
-    start = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "moecomm_bench")
-    sizes = ["--model", "mixtral-8x7b", "--hidden", "64", "--intermediate", "32", "--tokens", "1", "--ranks", "4"]
-    said, _ = bench(tmp_path, "gemm", *sizes, "--replays", "1", start=start)
-    assert said.count("grouped GEMMs of a rank's experts") == 1
-
-
-def test_no_room_in_the_window_is_a_row_that_says_so() -> None:
-    why = {"who": "moecomm", "tokens": 5, "sms_asked": 0, "what": "dispatch", "layout": "batched", "payload": "bf16"}
-    row = {**why, "variant": "", "why": "window_bytes: got too few"}
-    rank = {"backend": "host", "ceiling": [], "memory": [], "rows": [row]}
-    assert dispatch_combine.merge(CASE, [rank, rank])["rows"] == [row]
-
-
-@pytest.mark.long
-def test_why_no_matmul_was_timed_beside_operations_is_said_once(tmp_path: Path) -> None:
-    words = ["--ranks", "1", "--tokens", "3", "--replays", "1", "--no-ceiling", "--no-peers", "--overlap-gemm"]
-    words += ["--singles", "0"]
-    said, found = bench(tmp_path, "dispatch-combine", *SIZES, *words)
-    assert [row.get("overlap") for row in found["rows"] if row["what"] == "dispatch"] == [{"why": "on GPUs only"}] * 4
-    assert said.count("no matmul beside operations: on GPUs only") == 1
 
 
 @pytest.mark.long

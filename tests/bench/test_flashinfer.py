@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 
 from moecomm.base import formats
-from moecomm_bench import beside, flashinfer
+from moecomm_bench import flashinfer
 from moecomm_bench.case import FORMATS, GIVEN
 from moecomm_bench.ours import _OF_ALL, Ours
 from moecomm_bench.peers import OtherLibraries
@@ -101,16 +101,6 @@ def _measured(rank: int, group: Any) -> tuple[list[tuple[str, str, str]], dict[s
 def test_pairs_are_timed_in_turn(ranks: Ranks) -> None:
     for found in ranks.run(2, _measured):
         assert found == ([("pair", payload, "") for payload in PAYLOADS], {"flashinfer": "9.8.7"})
-
-
-def test_given_rows_stand_beside_ours() -> None:
-    us = {"p50": 40.0, "p99": 41.0}
-    about = {"tokens": 8, "layout": "flat", "what": "pair", "payload": f"nvfp4{GIVEN}", "sms": 0, "sms_asked": 0}
-    about |= {"us": us, "alone_us": us}
-    rows = [{**about, "who": "flashinfer", "variant": ""}, {**about, "who": "moecomm", "variant": "y in the window"}]
-    case = {"tokens": [8], "layouts": ["flat"], "payloads": PAYLOADS}
-    (found,) = beside.operations({"case": case, "rows": rows})
-    assert (found.payload, sorted(found.best)) == (f"nvfp4{GIVEN}", ["FlashInfer", "moecomm"])
 
 
 def _absent(rank: int, group: Any) -> list[str]:

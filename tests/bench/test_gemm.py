@@ -13,10 +13,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from moecomm.errors import BadInput
 from moecomm.fused import FP8_SCHEDULES, MXFP4_SCHEDULES, PACKED_SCHEDULES, SCHEDULES
-from moecomm.router import MODELS
-from moecomm_bench import gemm, other_gemms
+from moecomm_bench import gemm
 from moecomm_bench.cli import app
 
 OF_DTYPES: dict[str, dict[str, Any]] = {
@@ -61,26 +59,6 @@ def test_the_command_measures_every_gemm_and_says_what(tmp_path: Path, monkeypat
             assert row["of_torch"] is None
 
 
-@pytest.mark.parametrize("dtype", OF_DTYPES)
-def test_all_schedules_are_measured_and_nothing_else(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gemm, "_alternating", lambda calls, copies, replays: gemm._on_cpu(calls, replays))
-    case = gemm.Gemm("", 2, 1, "swiglu", 3, experts=4, columns=128, depth=64, dtype=dtype)
-    found = gemm.schedules_of(case, [5, 24], torch.device("cpu"), 1)
-    assert [row["tokens"] for row in found] == [5, 24]
-    for row in found:
-        assert (row["dtype"], row["columns"], row["depth"], row["experts"]) == (dtype, 128, 64, 4)
-        assert row["rows"] == int(case.counts(row["tokens"]).sum())
-        assert set(row["us"]) == set(OF_DTYPES[dtype])
-        assert min(row["us"].values()) > 0
-
-
-def test_models_whose_sizes_are_all_given_are_measured_once() -> None:
-    own = {"hidden": 64, "intermediate": 64, "topk": 3, "num_experts": 8}
-    assert len(gemm.sizes(["mixtral-8x7b", "deepseek-v3"], **own)) == 1
-    assert len(gemm.sizes(["mixtral-8x7b", "deepseek-v3"], hidden=64)) == 2
-    assert [one.name for one in gemm.sizes(["mixtral-8x7b", "deepseek-v3"])] == ["mixtral-8x7b", "deepseek-v3"]
-
-
 def test_figures_count_what_the_gemm_needs() -> None:
     case = gemm.Gemm("", 1, 1, "swiglu", 2, experts=4, columns=2000, depth=3000)
     counts = torch.tensor([100, 0, 399, 1])  # weights of an expert without rows are not read
@@ -96,12 +74,6 @@ def test_figures_count_what_the_gemm_needs() -> None:
     nbytes = 3 * 2000 * 3000 // 2 + 2 * (500 * 3000 + 500 * 1000)
     found = dataclasses.replace(case, dtype="mxfp4").figures(counts, 10.0)
     assert found == {"tflops": round(work / 1e7, 1), "tbs": round(nbytes / 1e7, 3)}
-
-
-def test_groups_of_deep_gemm_begin_at_multiples_of_128() -> None:
-    place, group = other_gemms.padded_rows(torch.tensor([3, 0, 130, 1], dtype=torch.int32))
-    assert place.tolist() == [0, 1, 2, *range(128, 258), 384]
-    assert group.tolist() == [0] * 128 + [2] * 256 + [3] * 128
 
 
 class DeepGemm:
@@ -151,22 +123,3 @@ def test_other_libraries_are_measured_and_compared_with_float64(
         ours = {row["chosen"]} if row["activation"] is None else set()
         assert set(row["error"]) == theirs | ours and 0 < max(row["error"].values()) < 0.005
         assert row.get("why", {}).get("deep_gemm masked", "").startswith("RuntimeError") == (row["dtype"] == "fp8")
-
-
-def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "deep_gemm", None)
-    found, why = other_gemms.calls(torch.ones(1, 8), [torch.ones(1, 8, 8)], torch.ones(1, dtype=torch.int32))
-    assert not found and "deep_gemm" in why["deep_gemm"]
-    with pytest.raises(BadInput, match="others"):
-        gemm.check([MODELS["qwen3-235b"]], [4], [1], replays=1, others=["cutlass"])
-    for dtype in ("mxfp4", "packed-mxfp4"):
-        with pytest.raises(BadInput, match="dtype"):
-            gemm.check([MODELS["qwen3-235b"]], [4], [1], replays=1, dtypes=[dtype], others=["deep_gemm"])
-
-
-def test_counts_are_those_of_one_rank_and_the_same_each_time() -> None:
-    (case,) = gemm.gemms([MODELS["qwen3-235b"]], [4])[:1]
-    assert (case.experts, case.columns, case.depth) == (32, 3072, 4096)
-    counts = case.counts(64)
-    assert counts.dtype == torch.int32 and counts.shape == (32,) and torch.equal(counts, case.counts(64))
-    assert 0.8 < float(counts.sum()) / (64 * 8) < 1.2

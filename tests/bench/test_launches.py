@@ -69,80 +69,12 @@ def test_a_result_is_marked_if_the_host_launches_its_part_otherwise_or_nothing_i
     assert tables.older(found, ("combine",)) and not tables.older(found, ("dispatch",))
 
 
-def test_a_result_of_two_ranks_is_not_marked_by_a_choice_for_four(monkeypatch: pytest.MonkeyPatch) -> None:
-    import launches
-    import tables
-
-    now = launches.digests()
-    then = now | {"combine between domains, 4 ranks": "otherwise"}
-    monkeypatch.setattr(launches, "noted", lambda commit: launches.today() | {"launches": then})
-    found = {"kernels": tables.digests(), "commit": "of today"}
-    marked = {ranks: tables.older({**found, "case": {"ranks": ranks}}, tables.DOMAINS) for ranks in (2, 3, 4)}
-    assert marked == {2: False, 3: True, 4: True} and tables.older(found, tables.DOMAINS)
-
-
 def test_every_commit_of_a_result_is_noted_and_no_other() -> None:
     import launches
 
     results = [json.loads(path.read_text()) for path in (ROOT / "bench" / "results").glob("*.json")]
     assert launches.unknown(results) == [], "run: python bench/launches.py"
     assert set(json.loads(launches.NOTED.read_text())) <= {found["commit"] for found in results}
-
-
-def test_rounds_between_domains_are_marked_by_what_they_go_through() -> None:
-    import launches
-    import tables
-
-    from moecomm_bench import sources
-
-    for part in {part for parts in tables.THROUGH.values() for part in parts}:
-        assert part in sources.PARTS or launches.keys(part, None), part
-    assert "puts" in tables.THROUGH["lsa"] and "NIC" in tables.THROUGH["emulated NIC"]
-
-
-# Rules that decide for no model of moecomm.router at the sizes that are measured, and that of layers of one rank.
-UNUSED = [("gemms", 4), ("fused_gemms", 3), ("layers", 0)]
-
-
-def test_each_line_of_the_tuning_table_marks_what_it_decides() -> None:
-    import launches
-
-    text, now = json.loads((ROOT / launches._TABLES[0]).read_text()), launches.decided()
-    parts = {"gemms": {"GEMM"}, "fused_gemms": {"fused layer"}, "layers": {"forms"}}
-    unused = []
-    for kind, lines in text.items():
-        for number, line in enumerate(lines if kind != "gpu" else ()):
-            other = launches.of_table(
-                json.dumps({**text, kind: [*lines[:number], changed_line(kind, line), *lines[number + 1 :]]})
-            )
-            marked = {part for part in now if other[part] != now[part]}
-            if not marked:
-                unused.append((kind, number))
-            elif kind == "entries":
-                few = launches.FEW if line["tokens"] <= 132 else ""
-                assert marked == {f"{line['op']}{few}", f"{line['op']} between domains"}
-            else:
-                assert marked == parts[kind]
-    assert unused == UNUSED
-
-
-def changed_line(kind: str, line: dict[str, Any]) -> dict[str, Any]:
-    if kind == "entries":
-        return line | {"blocks": line["blocks"] % 132 + 1}
-    if kind == "layers":
-        return line | {"least_rows_of_rank": line["least_rows_of_rank"] + 1}
-    names = (*(schedules.SCHEDULES if line["dtype"] == "bf16" else schedules.FP8_SCHEDULES),)
-    return line | {"schedule": names[names[0] == line["schedule"]]}
-
-
-def test_a_result_is_marked_if_the_tuning_table_decides_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    import launches
-    import tables
-
-    found, today = {"kernels": tables.digests(), "commit": "any"}, launches.today()
-    decided = today["tables"] | {"forms": "otherwise"}
-    monkeypatch.setattr(launches, "noted", lambda commit: today | {"tables": decided})
-    assert tables.older(found, ("forms",)) and not tables.older(found, tables.LAYER)
 
 
 def test_the_code_of_repeated_calls_is_that_of_the_functions_they_enter() -> None:
@@ -153,37 +85,3 @@ def test_the_code_of_repeated_calls_is_that_of_the_functions_they_enter() -> Non
     assert sum("defdispatch(" in text for text in rounds) == 3 and sum("defcombine(" in text for text in rounds) == 6
     assert all("defpublish(" in text for _, text in launches._layer_calls())
     assert {name for kind in ("calls", "layer calls") for name in launches._digests(kind)} == {"calls", "layer calls"}
-
-
-def test_eager_times_are_marked_by_themselves_if_only_calls_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    import launches
-    import tables
-    import times
-
-    today = launches.today()
-    other = today | {"launches": today["launches"] | {"calls": "other functions"}}
-    load = tables.load
-    for module in (tables, times):
-        monkeypatch.setattr(module, "load", lambda name: load(name) | {"kernels": tables.digests()})
-    name = "times-few-h200-4"
-    for noted, marked in ((today, set()), (other, {"eager", "host"})):
-        monkeypatch.setattr(launches, "noted", lambda commit, noted=noted: noted)
-        heads = next(line for line in times.operations().splitlines()).strip("| ").split(" | ")
-        rows = [row.strip("|").split(" | ") for row in times.rows_of(name)]
-        found = {heads[at] for row in rows for at, cell in enumerate(row) if "†" in cell}
-        assert found == marked and all("moecomm" in row[2] for row in rows if any("†" in cell for cell in row))
-
-
-def test_a_combine_that_casts_is_as_it_was_with_the_same_source_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """bench/equal_kernels.py does not compare such kernels."""
-    import equal_kernels
-    import launches
-    import tables
-
-    assert equal_kernels.source_of(launches.CASTING) == "combine"
-    now = tables.digests()
-    monkeypatch.setattr(launches, "noted", lambda commit: launches.today())
-    monkeypatch.setattr(equal_kernels, "_noted", lambda: {now["combine"]: ["other"]})
-    earlier = {"kernels": now | {"combine": "other"}}
-    assert not tables.older(earlier, ("combine",)) and tables.older(earlier, tables.CASTING)
-    assert not tables.older({"kernels": now}, tables.CASTING)

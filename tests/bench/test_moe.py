@@ -16,14 +16,13 @@ from typer.testing import CliRunner
 
 import moecomm
 from moecomm.fused.fp4 import dequantize
-from moecomm.ranks.settings import Settings
-from moecomm.router import MODELS, Model
+from moecomm.router import Model
 from moecomm.testing import random_layer
 from moecomm.testing.layers import LayerCase, expected
 from moecomm_bench import moe
 from moecomm_bench.cli import app
 from moecomm_bench.four_bits import in_mxfp4
-from moecomm_bench.layers import BY_RANK, CHANNELS, Layers, window_bytes
+from moecomm_bench.layers import BY_RANK, Layers
 from moecomm_bench.torch_layer import TorchLayer, TorchRankLayer
 
 from ..conftest import Ranks
@@ -85,37 +84,6 @@ def test_the_command_measures_layers_and_their_parts(tmp_path: Path) -> None:
         assert row["max_rows"] == 2 * row["tokens"] * 3
 
 
-def test_any_number_of_ranks_has_the_room_of_four() -> None:
-    model, rooms = MODELS["deepseek-v3"], set()
-    for ranks in (1, 2, 4, 8):
-        rooms.add(window_bytes(moe.ModelsCase([model], [8192], ranks, "lsa", "graph"), model, 8192))
-    rows = 4 * 8192 * model.topk
-    assert len(rooms) == 1 and rooms.pop() > 2 * rows * model.hidden * 2
-
-
-@pytest.mark.parametrize("name", ["gpt-oss-120b", "deepseek-v3"])  # room for the worst case, and for what is expected
-def test_graphs_and_eager_calls_have_the_window_of_a_caller_each(name: str) -> None:
-    model = MODELS[name]
-    sizes = Settings(4, model.hidden, model.num_experts, model.topk, 4096, torch.bfloat16, "lsa", None)
-    room = window_bytes(moe.ModelsCase([model], [4096], 4, "lsa", "graph"), model, 4096)
-    assert room >= 2 * sizes.default_heap()
-
-
-def _rooms(rank: int, group: Any, room: int) -> list[int]:
-    model = Model("", 64, 32, 8, 3)
-    case = moe.ModelsCase([model], [5, 24], 1, "host", "eager", room=room)
-    found = []
-    for tokens in case.tokens:
-        with Layers(case, model, tokens, {}, group, group, torch.device("cpu")) as layers:
-            found.append(layers.buffer.max_tokens)
-    return found
-
-
-@pytest.mark.parametrize(("room", "most"), [(0, [5, 24]), (16, [16, 24])])
-def test_a_buffer_may_have_more_room(ranks: Ranks, room: int, most: list[int]) -> None:
-    assert ranks.run(1, _rooms, room) == [most]
-
-
 def _torchs(rank: int, group: Any, seed: int) -> list[Any]:
     case = random_layer(
         seed, ranks=2, hidden=32, intermediate=16, num_experts=4, topk=2, max_tokens=40, dtype=torch.float32
@@ -140,24 +108,6 @@ def test_torchs_layers_compute_what_ours_does(ranks: Ranks) -> None:
     for ours, *torchs in ranks.run(2, _torchs, 5):
         for one in torchs:
             torch.testing.assert_close(torch.tensor(one), torch.tensor(ours), rtol=1e-4, atol=1e-5)
-
-
-def _to_one_rank(rank: int, group: Any) -> tuple[int, int, list[Any]]:
-    """All tokens want both experts of rank 1."""
-    g = torch.Generator().manual_seed(rank)
-    x, weights = torch.randn(5, 32, generator=g), torch.rand(5, 2, generator=g)
-    ids = torch.tensor([[2, 3]]).expand(5, 2).contiguous()
-    call = {"w13": torch.ones(2, 32, 32), "w2": torch.ones(2, 32, 16), "group": group}
-    by_expert, by_rank = (kind(x, ids, weights, **call) for kind in (TorchLayer, TorchRankLayer))
-    same = [layer.layer().tolist() for layer in (by_expert, by_rank)]
-    return len(by_expert._rows), len(by_rank._rows), same
-
-
-def test_a_token_goes_to_a_rank_once(ranks: Ranks) -> None:
-    found = ranks.run(2, _to_one_rank)
-    assert [rows[:2] for rows in found] == [(0, 0), (20, 10)]
-    for _, _, (by_expert, by_rank) in found:
-        torch.testing.assert_close(torch.tensor(by_rank), torch.tensor(by_expert), rtol=1e-4, atol=1e-4)
 
 
 MODEL = Model("m", 64, 32, 8, 3)
@@ -211,52 +161,6 @@ def test_every_form_computes_the_layer_of_each_input(ranks: Ranks) -> None:
             assert ((out - want.out).abs() <= want.bound * (3 if variant == BY_RANK else 1)).all(), (rank, name)
     first, second = by_rank[0]["out"]["moecomm\nlayer\nsequential"]
     assert first != second, "inputs rotate"
-
-
-def test_a_row_that_failed_has_no_figures_and_compares_with_nothing() -> None:
-    case = moe.ModelsCase([MODELS["mixtral-8x7b"]], [1], 2, "host", "eager")
-    timed = {"model": "m", "tokens": 1, "variant": "", "host_us": None, "flops": 8_000_000}
-    ours, torchs, failed = ({**timed, "who": who, "what": "GEMMs"} for who in ("moecomm", "torch", "deep_gemm"))
-    del failed["flops"], failed["host_us"]
-    parts = [
-        {"backend": "host", "rows": [ours | {"us": [2.0, 4.0]}, torchs | {"us": [6.0, 6.0]}, failed | {"why": "x"}]}
-    ]
-    first, second, third = moe.merge(case, parts * 2)["rows"]
-    assert first["us"]["p50"] == 3 and first["of_torch"] == 2 and first["tflops"] == round(8 / 3, 2)
-    assert "of_torch" not in second and third["why"] == "x" and "us" not in third
-
-
-def test_layers_compare_with_the_faster_of_torchs_and_sustained_with_sustained() -> None:
-    case = moe.ModelsCase([MODELS["mixtral-8x7b"]], [1], 2, "lsa", "graph")
-    timed = {"model": "m", "tokens": 1, "host_us": None, "flops": 0}
-    us = {
-        ("moecomm", "layer", "default"): (6.0, 9.0),
-        ("moecomm", "GEMMs", ""): (4.0, 5.0),
-        ("torch", "layer", ""): (20.0, 22.0),
-        ("torch", "layer", BY_RANK): (15.0, 18.0),
-    }
-    rows = [
-        {**timed, "who": who, "what": what, "variant": variant, "us": [burst] * 2, "sustained_us": sustained}
-        for (who, what, variant), (burst, sustained) in us.items()
-    ]
-    slower = [{**row, "sustained_us": row["sustained_us"] + 1, "alone_us": [1.0, 3.0]} for row in rows]
-    about = {"calls": 2, "floor_us": [0.5, 0.5], "step_ns": 32}
-    found = moe.merge(case, [{"backend": "lsa", "alone": about, "rows": of} for of in (slower, slower)])
-    layer = found["rows"][0]
-    assert layer["of_gemms"] == 1.5 and layer["of_gemms_sustained"] == round(10 / 6, 4)
-    assert layer["of_torch"] == 2.5 and layer["sustained_us"] == 10 and layer["alone_us"]["p50"] == 2
-    assert found["alone"] == {"calls": 2, "floor_us": dict.fromkeys(("p50", "p90", "p99"), 0.5), "step_ns": 32}
-
-
-def test_fp8_compares_with_gemms_in_fp8() -> None:
-    case = moe.ModelsCase([MODELS["mixtral-8x7b"]], [1], 2, "host", "eager", fp8=True)
-    timed = {"model": "m", "tokens": 1, "who": "moecomm", "host_us": None, "flops": 0}
-    us = {("GEMMs", ""): 8.0, ("GEMMs", "fp8"): 4.0, ("layer", "fp8"): 6.0, ("layer", "fp8, two launches"): 5.0}
-    rows = [{**timed, "what": what, "variant": variant, "us": [time]} for (what, variant), time in us.items()]
-    rows.append({**timed, "who": "torch", "what": "layer", "variant": "", "us": [20.0]})
-    found = moe.merge(case, [{"backend": "host", "rows": rows}] * 2)["rows"]
-    assert [row.get("of_gemms") for row in found] == [None, None, 1.5, 1.25, 2.5]
-    assert all("of_torch" not in row for row in found)
 
 
 class Mega:
@@ -315,25 +219,3 @@ def test_deep_gemms_layer_is_measured_beside_ours_or_named(ranks: Ranks, there: 
             assert theirs["error"] == layers["fp8"] and theirs["us"]
         else:
             assert "deep_gemm" in theirs["why"]
-
-
-def test_other_layers_are_asked_for_by_name_and_with_fp8() -> None:
-    for others, fp8 in ((["deep_gemm"], False), (["flashinfer"], True)):
-        case = moe.ModelsCase([MODEL], [9], 1, "host", "eager", fp8=fp8, others=others)
-        with pytest.raises(moecomm.BadInput, match="others"):
-            case.check()
-
-
-def test_layers_with_scales_of_channels_have_rows_of_their_own(ranks: Ranks) -> None:
-    found = ranks.run(1, _channels)[0]
-    for name in CHANNELS:
-        assert {what for what, variant in found if variant.startswith(name)} == {"layer", "GEMMs"}
-
-
-def _channels(rank: int, group: Any) -> list[tuple[str, str]]:
-    case = moe.ModelsCase([MODEL], [9], 1, "host", "eager", channels=True, peers=False, inputs=2)
-    cpu = torch.device("cpu")
-    with Layers(case, MODEL, 9, moe._weights(case, MODEL, rank, cpu), group, group, cpu) as layers:
-        made = [(key, make()) for key, make in layers.makers()]
-        assert all(call() is not None for _, calls in made for call in calls)
-    return [key[1:] for key, _ in made]

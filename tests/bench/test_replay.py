@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +12,15 @@ import torch
 from typer.testing import CliRunner
 
 from moecomm.errors import BadInput
-from moecomm.router import Model
-from moecomm.routing import Recorded, synthesize
-from moecomm_bench import cli, moe, replay
+from moecomm.routing import Recorded
+from moecomm_bench import replay
 from moecomm_bench.case import RoundsCase, Traffic
 from moecomm_bench.cli import app
-from moecomm_bench.layers import Layers
-from moecomm_bench.show import show
-from moecomm_bench.simulate import measured
 
 from ..conftest import Ranks
 from .test_dispatch_combine import measured as measured_on
 
 EXPERTS, TOPK, TOKENS = 8, 3, 30
-SMALL = Model("", 64, 32, EXPERTS, TOPK)
 
 
 @pytest.fixture
@@ -116,28 +110,6 @@ def test_dispatch_combine_replays_a_file_and_says_which(file: Path, ranks: Ranks
     assert replay.said(found["case"]).endswith("routing of run.routing (recorded of mine, 30 tokens, layers: 2)")
 
 
-def _layers(rank: int, group: Any, path: str) -> list[Any]:
-    case = moe.ModelsCase([SMALL], [20], 2, "host", "eager", replays=1, peers=False, routing_file=path, inputs=2)
-    with Layers(case, SMALL, 20, {}, group, group, torch.device("cpu")) as layers:
-        found = [[given["topk_idx"].tolist() for given in layers.inputs], layers.traffic.entries.tolist()]
-        return [*found, layers.max_rows]
-
-
-def test_layers_replay_a_file(file: Path, ranks: Ranks) -> None:
-    """The second input has the tokens after those of the first, and a dispatch has room for the rows of both."""
-    entries = [counted(file, 20, index)["entries"] for index in range(2)]
-    mean = torch.tensor(entries).double().mean(dim=0).tolist()
-    most = max(sum(column) for rows in entries for column in zip(*rows, strict=True))
-    for rank, found in enumerate(ranks.run(2, _layers, str(file))):
-        assert found == [[dealt(file, 20, rank), dealt(file, 20, 2 + rank)], mean, most]
-
-
-def test_older_results_and_random_routing_say_nothing(file: Path) -> None:
-    plain = dataclasses.replace(case_of(file), routing_file="")
-    assert replay.shown(plain) == dataclasses.asdict(plain)
-    assert replay.said({}) == replay.said(replay.shown(plain)) == ""
-
-
 @pytest.mark.parametrize("command", ["dispatch-combine", "moe"])
 def test_files_of_other_sizes_are_named(command: str, file: Path, tmp_path: Path) -> None:
     sizes = ["--ranks", "2", "--backend", "host", "--tokens", "4", "--routing", str(file), "--model", "mixtral-8x7b"]
@@ -151,51 +123,3 @@ def test_files_of_other_sizes_are_named(command: str, file: Path, tmp_path: Path
         with pytest.raises(BadInput, match=wrong) as caught:
             CliRunner().invoke(app, [command, *sizes], catch_exceptions=False)
         assert caught.value.argument == "routing"
-
-
-def test_a_file_without_tokens_and_skew_beside_one_are_refused(file: Path, tmp_path: Path) -> None:
-    empty = Recorded(EXPERTS, TOPK, (), torch.empty(0, 3).int(), torch.empty(0, TOPK).short()).save(tmp_path / "empty")
-    with pytest.raises(BadInput, match="no tokens"):
-        case_of(empty).check()
-    case_of(file).check()
-    with pytest.raises(BadInput, match="skew"):
-        case_of(file, skew=0.25).check()
-
-
-def test_the_command_passes_the_file_on(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(cli, "_run_case", lambda case, json: asked.append(case))
-    monkeypatch.setattr(moe, "run", asked.append)
-    words = ["--ranks", "2", "--backend", "host", "--routing", str(file)]
-    for command in ("dispatch-combine", "moe"):
-        assert CliRunner().invoke(app, [command, *words], catch_exceptions=False).exit_code == 0
-    assert [case.routing_file for case in asked] == [str(file)] * 2
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("command", ["dispatch-combine", "moe"])
-def test_the_command_measures_and_show_says_which(
-    command: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """A synthetic file, on two processes of the command's own."""
-    file = synthesize("mixtral-8x7b", 64, zipf=1.2, seed=3).save(tmp_path / "s.routing")
-    words = ["--model", "mixtral-8x7b", "--hidden", "64", "--ranks", "2", "--backend", "host", "--tokens", "16"]
-    words += ["--replays", "1", "--no-peers", "--routing", str(file), "--json", str(tmp_path / "out.json")]
-    words += ["--no-ceiling"] if command == "dispatch-combine" else ["--intermediate", "32"]
-    told = CliRunner().invoke(app, [command, *words], catch_exceptions=False)
-    assert told.exit_code == 0 and "Zipf exponent 1.2" in " ".join(told.stdout.split())
-    found = json.loads((tmp_path / "out.json").read_text())
-    assert found["case"]["routing"]["zipf"] == "1.2" and found["case"]["routing"]["source"] == "synthetic"
-    capfd.readouterr()
-    show([tmp_path / "out.json"])
-    assert "routing of s.routing (synthetic of mixtral-8x7b" in " ".join(capfd.readouterr().out.split())
-
-
-def test_the_model_of_times_is_not_fitted_to_replayed_routing(tmp_path: Path) -> None:
-    kept = Path(__file__).parents[2] / "bench" / "results" / "ht-h200-4.json"
-    assert measured.read(kept)
-    result = json.loads(kept.read_text())
-    about = {"source": "recorded", "model": "", "tokens": 8, "layers": 1}
-    result["case"] |= {"routing_file": "run.routing", "routing": about}
-    (tmp_path / "replayed.json").write_text(json.dumps(result))
-    assert measured.read(tmp_path / "replayed.json") == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -46,23 +45,6 @@ def test_docstrings_and_comments_of_python_change_nothing() -> None:
     assert sources.python(text.replace("1", "2")) != sources.python(text)
 
 
-def test_a_part_of_python_is_all_files_of_its_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "PARTS", {"a": ("../a/one.py", "../b")})
-    (tmp_path / "csrc").mkdir()
-    (tmp_path / "b").mkdir()
-    assert sources.digests(tmp_path / "csrc") == {}
-    for name in ("a/one.py", "b/two.py", "b/three.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("x = 1\n")
-        before = sources.digests(tmp_path / "csrc")
-    for name in ("a/one.py", "b/two.py", "b/three.py"):
-        (tmp_path / name).write_text('"""Text."""\nx = 1\n')
-        assert sources.digests(tmp_path / "csrc") == before
-        (tmp_path / name).write_text(f"{name[0]} = 2\n")
-        assert sources.digests(tmp_path / "csrc") != before
-        (tmp_path / name).write_text("x = 1\n")
-
-
 def test_every_part_has_its_source_here(tmp_path: Path) -> None:
     found = sources.digests(CSRC)
     assert set(found) == set(sources.PARTS) and len(set(found.values())) == len(found)
@@ -84,26 +66,6 @@ def test_a_kernel_of_one_domain_is_not_older_by_a_change_between_domains(part: s
     with (tmp_path / part / f"{part}.cuh").open("a") as shared:
         shared.write("struct More {};\n")
     assert sources.digests(tmp_path)[part] != before[part]
-
-
-def test_the_commit_is_empty_where_there_is_no_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "moecomm_bench" / "sources.py"
-    file.parent.mkdir(parents=True)
-    file.write_text("")
-    (tmp_path / "page").write_text("")
-    monkeypatch.setattr(sources, "__file__", str(file))
-    assert sources.commit() == ""
-    who = ["-c", "user.name=a", "-c", "user.email=a"]
-    for words in (["init", "-q"], ["add", "."], [*who, "commit", "-qm", "a"]):
-        subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
-    clean = sources.commit()
-    assert len(clean) >= 8 and "dirty" not in clean
-    (tmp_path / "page").write_text("of no kernel")
-    assert sources.commit() == clean
-    file.write_text("launches = 'otherwise'")
-    assert sources.commit() == f"{clean}-dirty", "the commit does not have what ran"
-    monkeypatch.setenv("PATH", "")
-    assert sources.commit() == "", "no git"
 
 
 def test_a_result_has_both() -> None:

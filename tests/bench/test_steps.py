@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from moecomm_bench import decode, training
-from moecomm_bench.cli import app
-from moecomm_bench.decode import Decode, DecodeStep
+from moecomm_bench.decode import Decode
 from moecomm_bench.exchange import by_expert
 from moecomm_bench.ours import Ours
-from moecomm_bench.singles import Singles
 from moecomm_bench.torch_layer import TorchLayer
 from moecomm_bench.training import Training
 
@@ -63,59 +58,6 @@ def test_a_row_for_each_way_to_decode(ranks: Ranks) -> None:
     assert all(row["opened_bytes"] > row["window_bytes"] > 1 << 16 for row in found["rows"])
 
 
-def test_what_is_beside_experts_and_waits() -> None:
-    row = {"tokens": 5, "layout": "flat", "payload": "fp8", "experts": "stand-in"}
-    parts = [
-        {
-            "backend": "host",
-            "alone": {"calls": 3, "floor_us": [us], "step_ns": 32},
-            "rows": [{**row, "delays": False, "us": [us] * 3}, {**row, "delays": True, "us": [us + 400] * 3}],
-        }
-        for us in (500.0, 600.0)
-    ]
-    found = decode.merge(DECODE, parts)
-    in_step, out_of_step = found["rows"]
-    assert (in_step["us"]["p50"], in_step["layer_us"], in_step["beside_us"]) == (600, 150, 50)
-    assert out_of_step["beside_us"] == pytest.approx((1000 - 400 - DECODE.waits_us()) / 4, abs=1e-3)
-
-
-def _order(rank: int, group: Any) -> list[Any]:
-    """Return what a step with delays calls on a rank, and whether the next layer dispatches the rows of a layer."""
-    case = replace(CASE, payloads=["fp8"])
-    device = torch.device("cpu")
-    made: list[Any] = []
-    with Singles(group, device, 2) as singles, Ours(case, group, device, 5) as ours:
-        step = DecodeStep(replace(DECODE, case=case), ours, singles, rank)
-        dispatch, combine, outs = ours.buffer.dispatch, ours.buffer.combine, [ours.inputs[0].x]
-
-        def dispatched(**given: Any) -> Any:
-            index = next(i for i, one in enumerate(ours.inputs) if given["topk_idx"] is one.topk_idx)
-            made.append(("dispatch", index, given["x"] is outs[-1]))
-            return dispatch(**given)
-
-        def combined(*given: Any) -> Any:
-            made.append("combine")
-            outs.append(combine(*given))
-            return outs[-1]
-
-        with (
-            patch.object(ours.buffer, "dispatch", dispatched),
-            patch.object(ours.buffer, "combine", combined),
-            patch.object(decode, "time", SimpleNamespace(sleep=lambda seconds: made.append(round(seconds * 1e9)))),
-        ):
-            layer_of = step._round("flat", "fp8")
-            made.clear()  # rows to combine have been dispatched
-            step._step(layer_of, True)
-    return made
-
-
-def test_every_layer_comes_late_and_routes_what_the_last_has_left(ranks: Ranks) -> None:
-    for rank, made in enumerate(ranks.run(2, _order)):
-        late = DECODE.delays_ns(rank)[0].tolist()
-        layers = [[late[layer], ("dispatch", layer % 3, True), 100_000, "combine"] for layer in range(4)]
-        assert made == [step for layer in layers for step in layer]
-
-
 def _training(rank: int, group: Any, job: dict[str, Any]) -> dict[str, Any]:
     return training.run_rank(group, **job)
 
@@ -159,18 +101,3 @@ def test_torchs_layer_has_the_gradients_of_ours(ranks: Ranks) -> None:
     assert by_expert(torch.tensor([[5, 6]]), 12, 2).tolist() == [[0, 1]]
     for differences in ranks.run(2, _gradients):
         assert max(differences) < 0.03  # bfloat16, rounded at other places
-
-
-def test_words_of_the_commands_become_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(decode, "run", asked.append)
-    monkeypatch.setattr(training, "run", asked.append)
-    words = ["--model", "qwen3-235b", "--ranks", "2", "--backend", "host", "--tokens", "3,4"]
-    more = ["--layers", "7", "--expert-us", "9", "--delay-us", "0", "--steps", "5", "--gemms", "--layout", "batched"]
-    for command in (["decode", *words, *more], ["training", *words, "--layers", "2", "--no-peers"]):
-        told = CliRunner().invoke(app, command, catch_exceptions=False)
-        assert told.exit_code == 0, told.output
-    first, second = asked
-    assert (first.layers, first.expert_us, first.delay_us, first.steps, first.intermediate) == (7, 9.0, 0.0, 5, 1536)
-    assert (first.case.tokens, first.case.layouts, first.case.hidden) == ([3, 4], ["batched"], 4096)
-    assert (second.layers, second.intermediate, second.case.peers) == (2, 16, False), "fewer columns on CPU ranks"

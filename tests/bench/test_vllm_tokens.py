@@ -6,10 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-
-from moecomm.router import MODELS
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 import vllm_tokens
@@ -52,15 +49,6 @@ def test_weights_do_not_depend_on_the_number_of_ranks() -> None:
     assert bool((alone["input_layernorm.weight"] == 1).all())
 
 
-@pytest.mark.parametrize("model", ["qwen3-30b-a3b", "deepseek-v3", "gpt-oss-120b"])
-def test_a_configuration_has_the_sizes_of_the_model(model: str) -> None:
-    found, of = vllm_tokens.config_of(model, 3), MODELS[model]
-    experts = {found.get(name) for name in ("num_experts", "n_routed_experts", "num_local_experts")} - {None}
-    width = found.get("moe_intermediate_size", found["intermediate_size"])
-    assert (found["hidden_size"], width, experts) == (of.hidden, of.intermediate, {of.num_experts})
-    assert found["num_experts_per_tok"] == of.topk and found["num_hidden_layers"] == 3
-
-
 def test_a_prompt_counts_up_to_its_first_difference() -> None:
     first = [(1, -1.0, 0.5), (2, -1.0, 0.25), (3, -1.0, 0.125)]
     second = [(4, -2.0, 1.0), (5, -2.0, 1.0)]
@@ -74,25 +62,3 @@ def test_a_prompt_counts_up_to_its_first_difference() -> None:
         "differences": [{"rank": 0, "prompt": 0, "token": 1, "gap": 0.25}],
     }
     assert vllm_tokens.compared(theirs, theirs) == found | {"same": 5, "logprob_difference": 0.0, "differences": []}
-
-
-def test_times_are_those_of_all_ranks_together() -> None:
-    ranks = [
-        {"times": [{"requests": 2, "begin": 10.0, "stamps": [[10.5, 11.0, 12.0]]}]},
-        {"times": [{"requests": 2, "begin": 10.25, "stamps": [[10.75, 11.0, 11.25]]}]},
-    ]
-    (row,) = vllm_tokens.times(ranks)
-    assert row["requests"] == 2
-    assert row["tokens_per_s"] == 3.0  # six in the two seconds from the first begin to the last token
-    assert row["first_token_ms"] == {"p50": 625.0, "p99": 747.5}
-    assert row["between_tokens_ms"]["p50"] == 375.0
-
-
-def test_ranks_on_one_gpu_say_so_to_nccl() -> None:
-    job = {"ranks": 2, "gpus": 1, "port": 1, "backend": "ll", "shared": True, "dtype": "bfloat16"}
-    found = [vllm_tokens.environment(job, rank) for rank in range(2)]
-    assert [of["VLLM_DP_RANK_LOCAL"] for of in found] == ["0", "0"]
-    assert {of["NCCL_MULTI_RANK_GPU_ENABLE"] for of in found} == {"1"}
-    assert {of["MOECOMM_VLLM"] for of in found} == {"always"}
-    alone = vllm_tokens.environment(job | {"ranks": 1, "backend": "alone", "shared": False}, 0)
-    assert "VLLM_DP_SIZE" not in alone and alone["MOECOMM_VLLM"] == "never"

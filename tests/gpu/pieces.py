@@ -143,7 +143,6 @@ PIECES = (
     Piece("moving-weights", 300, f"moving_weights.py --ranks {GPUS}"),
     Piece("kill-plans", 300, f"tests.gpu.kills 20 --ranks {GPUS}"),
     Piece("kill-plans-all-gpus", 400, f"tests.kill_plans 2000 --gpus --most-ranks {GPUS} --jobs 2 --minutes 4"),
-    Piece("recorder-host-time", 100, f"recorder.py --ranks {GPUS}"),
     Piece(
         "tune-layers", 400, f"tune layers --ranks {GPUS} --tokens 128,1024,4096 --replays 5 --out {FOLDER}/layers.tune"
     ),
@@ -179,7 +178,6 @@ MINIATURES = {
     "sweep": f"{_SMALL} --replays 1 --no-ceiling",
     "all-to-all": "--backend host --ranks 2 --part-bytes 8192",
     "deep-ep-layer": f"{_SMALL} --replays 1 --mode eager",
-    "recorder.py": "--ranks 2 --backend host --rounds 10",
     "moving_weights.py": "--ranks 2 --held 2 --hidden 64 --inner 32 --topk 2 --tokens 8,32 --layers 2 --steps 30",
 }
 
