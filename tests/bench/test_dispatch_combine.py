@@ -218,3 +218,12 @@ def test_latency_and_all_to_all_write_their_rows(tmp_path: Path) -> None:
     assert {row["method"] for row in found["rows"]} == {"memcpy write", "memcpy read"}
     for row in found["rows"]:
         assert row["gbs"] == pytest.approx(12 * 8192 / row["us"]["p50"] / 1e3, rel=0.01)
+
+
+@pytest.mark.gpu1
+@pytest.mark.long
+def test_one_of_the_ranks_of_torchrun_times_the_gemms(tmp_path: Path) -> None:
+    start = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "moecomm_bench")
+    sizes = ["--model", "mixtral-8x7b", "--hidden", "64", "--intermediate", "32", "--tokens", "1", "--ranks", "4"]
+    said, _ = bench(tmp_path, "gemm", *sizes, "--replays", "1", start=start)
+    assert said.count("grouped GEMMs of a rank's experts") == 1

@@ -18,7 +18,7 @@ from ..fresh_python import run_python
 @pytest.mark.parametrize(
     ("words", "commands"),
     [
-        ([], ["demo", "doctor", "launch", "explain", "tune", "bench", "simulate", "plan", "trace", "record"]),
+        ([], ["demo", "doctor", "launch", "explain", "tune", "bench", "simulate", "trace", "record"]),
         ([], ["routing", "top"]),
         (["bench"], ["dispatch-combine", "sweep", "latency", "all-to-all", "plot"]),
         (["simulate"], ["check", "fit"]),
