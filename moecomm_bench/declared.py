@@ -160,11 +160,11 @@ def _of_both(entry: str, part: str) -> list[Column]:
 def _study(row: Row) -> Row:
     """Return the row of a variant with the figures of its source as entries of its own, and ours in milliseconds."""
     ours = {"ms": row["us"]["p50"] / 1e3} if "us" in row else {}
-    found = {**row, **ours, **{f"source_{name}": value for name, value in (row["source"] or {}).items()}}
+    shown = {**row, **ours, **{f"source_{name}": value for name, value in (row["source"] or {}).items()}}
     for name in ("tflops", "source_tflops"):  # with two digits where there are few
-        if name in found:
-            found[name] = f"{found[name]:.{2 if found[name] < 10 else 1}f}"
-    return found
+        if name in shown:
+            shown[name] = f"{shown[name]:.{2 if shown[name] < 10 else 1}f}"
+    return shown
 
 
 def _errors(result: Result, out: Console) -> None:

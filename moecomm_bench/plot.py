@@ -29,9 +29,9 @@ def draw(results: Iterable[Path], out: Path) -> None:
     """
     _require_matplotlib()
     paths = list(results)
-    found = [_read(path) for path in paths]
+    read = [_read(path) for path in paths]
     with result_file.reading(*paths):
-        save(found, out, digest(paths))
+        save(read, out, digest(paths))
 
 
 def save(results: Sequence[dict[str, Any]], out: Path, sources: str) -> None:
@@ -83,12 +83,12 @@ def digest_of(result: dict[str, Any]) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     """Load a result that can be drawn.  Raises BadInput, which names a benchmark that has no plot."""
-    found = result_file.read(path)
-    kind = found.get("benchmark", "none")
+    result = result_file.read(path)
+    kind = result.get("benchmark", "none")
     if kind not in DRAWN:
         result_file.RESULT.refuse(path, f"{kind}, which has no plot; `moecomm bench show` prints its table")
     with result_file.reading(path):
-        has_times = bool(found["rows"]) and (kind == "simulate" or any("us" in row for row in found["rows"]))
+        has_times = bool(result["rows"]) and (kind == "simulate" or any("us" in row for row in result["rows"]))
     if not has_times:
         result_file.RESULT.refuse(path, "no row with a time")
-    return found
+    return result

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from moecomm.fused.schedules import FP8_SCHEDULES, SCHEDULES
 from moecomm_bench import beside
@@ -113,7 +114,8 @@ def operators(result: Result) -> list[Row]:
     return found
 
 
-class Axes(NamedTuple):
+@dataclass(frozen=True)
+class Axes:
     """How a benchmark is drawn: a row of panels for each value of `panels`, a panel for each of `values`.
 
     Attributes:
@@ -133,7 +135,7 @@ class Axes(NamedTuple):
 
     def __call__(self, result: Result) -> list[Row]:
         """Return the rows of panels of a result."""
-        found: list[Row] = []
+        drawn: list[Row] = []
         over, label = self.x
         for title, some in _by(self.rows(result), self.panels).items():
             several = len({row.get(self.lines[0]) for row in some}) > 1 or len(self.lines) == 1
@@ -142,8 +144,8 @@ class Axes(NamedTuple):
                 _lines([row for row in some if value(row) is not None], over, lines, value)
                 for value in self.values.values()
             ]
-            found += _panels(title, label, [*self.values], columns, from_zero=self.from_zero)
-        return found
+            drawn += _panels(title, label, [*self.values], columns, from_zero=self.from_zero)
+        return drawn
 
 
 def _median(row: Result) -> float:
@@ -156,25 +158,25 @@ def _timed(result: Result) -> list[Result]:
 
 def _layers(result: Result) -> list[Result]:
     """Return layers and GEMMs, with the type of their weights apart from the form."""
-    found = []
+    rows = []
     for row in _timed(result):
         if row["what"] in ("layer", "GEMMs"):
             fp8 = row["variant"].startswith("fp8")
             form = row["variant"].removeprefix("fp8").strip(", ") or ("unfused" if row["who"] == "moecomm" else "")
             title = f"{row['model'] or 'numbers given'}, {'FP8' if fp8 else 'bf16'} weights"
-            found.append(row | {"variant": form if row["what"] == "layer" else "GEMMs alone", "title": title})
-    return found
+            rows.append(row | {"variant": form if row["what"] == "layer" else "GEMMs alone", "title": title})
+    return rows
 
 
 def _products(result: Result) -> list[Result]:
     """Return a row for each library that multiplied, with its speed."""
-    found = []
+    speeds = []
     for row in result["rows"]:
         ours, activation = row["us"][row["chosen"]], f", {row['activation']}" if row["activation"] else ""
         about = row | {"title": f"{row['model']}, {row['ranks']} ranks: GEMM {row['gemm']}{activation}"}
         times = {"moecomm": ours, **{who: us for who, us in row["us"].items() if who not in _PRODUCTS}}
-        found += [about | {"who": who, "speed": row["tflops"] * ours / us} for who, us in times.items()]
-    return found
+        speeds += [about | {"who": who, "speed": row["tflops"] * ours / us} for who, us in times.items()]
+    return speeds
 
 
 def _puts(result: Result) -> list[Result]:
@@ -209,15 +211,15 @@ def backends(result: Result) -> list[Row]:
 
 def _predictions(result: Result) -> list[Result]:
     """Return a row for each part of a prediction: `round`, `between` (GB/s) or `layer`."""
-    found = []
+    parts = []
     for row in result["rows"]:
         about = {"title": f"{row['tokens']} tokens a rank", "gpus": row["gpus"]}
         for what in ("dispatch", "combine"):
             of = row[what]
-            found.append(about | {"part": what, "round": of["us"], "between": of["slow_bytes"] / of["us"] / 1e3})
+            parts.append(about | {"part": what, "round": of["us"], "between": of["slow_bytes"] / of["us"] / 1e3})
         for part, name in (("unfused", "serial_us"), ("overlapped", "overlapped_us"), ("GEMMs alone", "gemm_us")):
-            found.append(about | {"part": part, "layer": row["layer"][name]})
-    return found
+            parts.append(about | {"part": part, "layer": row["layer"][name]})
+    return parts
 
 
 _TOKENS_AXIS = ("tokens", "tokens a rank")
@@ -284,7 +286,7 @@ def _by(rows: Iterable[Result], fields: tuple[str, ...]) -> dict[str, list[Resul
     return {", ".join(filter(None, key)): some for key, some in _grouped(rows, fields).items()}
 
 
-def _lines(rows: list[Result], over: str, by: tuple[str, ...], value: Callable[[Result], float]) -> list[Line]:
+def _lines(rows: list[Result], over: str, by: tuple[str, ...], value: Callable[[Result], Any]) -> list[Line]:
     """Return lines over a field, told apart by others, with those in which they differ as labels.
 
     Where libraries are compared, lines of moecomm are blue and differ by their dashes.

@@ -23,13 +23,13 @@ def read(path: Path) -> dict[str, Any]:
 
 def checked(path: Path, data: bytes) -> dict[str, Any]:
     """Return the result in the bytes of a file.  Raises BadInput."""
-    found = RESULT.decode(path, data)
+    result = RESULT.decode(path, data)
     with reading(path):
         for name in _ORIGIN:
-            if not isinstance(found[name], str):
+            if not isinstance(result[name], str):
                 raise TypeError(f"{name} is no text")
-        _check(found)
-    return found
+        _check(result)
+    return result
 
 
 @contextmanager

@@ -33,12 +33,12 @@ def memory(asked: Any, tokens: int) -> dict[str, float | None]:
     (domains,) = asked.domains
     gpus, experts = domains * asked.ranks, asked.gate.experts
     weights = asked.layers * -(-experts // gpus) * expert_bytes(asked.payload, asked.hidden, asked.intermediate)
-    found: dict[str, float | None] = {"weights_gib": round(weights / GIB, 4), "window_gib": None}
+    gib: dict[str, float | None] = {"weights_gib": round(weights / GIB, 4), "window_gib": None}
     if gpus <= min(MAX_RANKS, experts):
         sizes = gpus, asked.hidden, experts, asked.gate.topk, max(1, tokens), torch.bfloat16, _BACKEND, None
         settings = Settings(*sizes, domain_ranks=asked.ranks if domains > 1 else None)
-        found["window_gib"] = round(settings.total_bytes(backends.load(_BACKEND)) / GIB, 4)
-    return found
+        gib["window_gib"] = round(settings.total_bytes(backends.load(_BACKEND)) / GIB, 4)
+    return gib
 
 
 def fewest(rows: list[dict[str, Any]], memory_gib: float, target_us: float) -> list[str]:
