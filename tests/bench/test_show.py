@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from moecomm.errors import BadInput
 from moecomm_bench import columns, show
 
 RESULTS = sorted((Path(__file__).parents[2] / "bench" / "results").glob("*.json"))
@@ -51,3 +52,12 @@ def test_rows_without_a_table_of_their_own(tmp_path: Path, monkeypatch: pytest.M
     show.show([path])
     lines = [" ".join(line.split()) for line in out.export_text().splitlines()]
     assert lines == ["x: 2026-01-02, commit unknown; c", "as [told]", "kind us note", "a [b] 1.5", "c d"]
+
+
+def test_a_result_that_lacks_an_entry_is_named_with_it(tmp_path: Path) -> None:
+    result = json.loads(RESULTS[0].with_name("training-h100-2.json").read_text())
+    del result["case"]["replays"]
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps(result))
+    with pytest.raises(BadInput, match=r"x\.json \(no entry 'replays'\)"):
+        show.show([path])
