@@ -17,7 +17,8 @@ class Gate(torch.nn.Module):
     See moecomm.router.Gating for the arithmetic.  `weight` [E, H] is drawn from `seed`; every rank has all of it.
     `bias` float32 [E], with `corrected=True`, is DeepSeek-V3's score correction, initially zeros.  It takes part in the
     choice of experts only, has no gradient and is part of the state.  The logits are computed in the dtype of `weight`,
-    everything after them in float32; autocast has no effect.
+    everything after them in float32; autocast has no effect.  `bias` stays float32 when a module's dtype changes, as by
+    bfloat16() or to(), and when a state is loaded.
 
     Args:
         gating: sizes and the rule by which experts are chosen.
@@ -54,13 +55,38 @@ class Gate(torch.nn.Module):
         self.register_buffer("bias", bias)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return topk_idx int64 `[T, K]` and topk_weights float32 `[T, K]` of x `[T, H]`.  Raises BadInput."""
+        """Return topk_idx int64 `[T, K]` and topk_weights float32 `[T, K]` of x `[T, H]`.
+
+        Raises:
+            BadInput: arguments that do not fit; a `bias` that was cast, as FSDP1 does with a buffer_dtype.
+        """
         check_dense("x", x)
         check_same_device(x=x, weight=self.weight)
+        if self.bias is not None and self.bias.dtype is not torch.float32:
+            want = "torch.float32, whose updates are not lost: no buffer_dtype in mixed precision, or a float32 tensor"
+            raise BadInput("gate.bias", self.bias.dtype, want)
         with torch.autocast(x.device.type, enabled=False):
-            # Module.to() may have changed the bias's dtype; a choice among near-equal scores must not depend on that.
-            bias = None if self.bias is None else self.bias.float()
-            return self.gating(x, self.weight, bias)
+            return self.gating(x, self.weight, self.bias)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Gate:
+        before = self.bias
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        after = self._buffers["bias"]
+        if before is not None and after is not None and after.dtype is not torch.float32:
+            # From `before`, as `after` is rounded.
+            self._buffers["bias"] = after.float() if before.is_meta else before.to(after.device)
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if self.bias is not None:  # earlier versions pickled it in other dtypes
+            self._buffers["bias"] = self.bias.float()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        state, name = dict(state_dict), f"{prefix}bias"
+        if isinstance(bias := state.get(name), torch.Tensor):
+            state[name] = bias.float()  # load_state_dict(assign=True) takes tensors as they are
+        super()._load_from_state_dict(state, prefix, *args)
 
     def extra_repr(self) -> str:
         """Return the gating, for repr()."""

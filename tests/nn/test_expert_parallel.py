@@ -11,13 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import moecomm
 from moecomm import formats
 from moecomm.fused.activations import GatedActivation, check_activation
-from moecomm.nn import ExpertParallel, gather_state, shard_state, shared_buffer
+from moecomm.nn import ExpertParallel, Gate, gather_state, shard_state, shared_buffer
 from moecomm.nn.state import is_sharded
-from moecomm.router import Router, random_routing
+from moecomm.router import Gating, Router, random_routing
 from moecomm.testing.layers import activations
 from tests.ops.plain import formula
 
@@ -213,6 +216,86 @@ def test_the_gate_is_that_of_deepseek_v3() -> None:
     for mine, want in zip(layer.gate(x), theirs(x), strict=True):
         assert torch.equal(mine, want)
     assert layer.gate.weight.requires_grad and not layer.gate.bias.requires_grad
+
+
+def corrected_gate() -> Gate:
+    gate = Gate(Gating(HIDDEN, EXPERTS, TOPK, "sigmoid"), corrected=True, device="cpu")
+    assert gate.bias is not None
+    gate.bias.copy_(6 + 0.01 * draw(EXPERTS))  # bfloat16 would round all of them to few values
+    return gate
+
+
+def _loaded(gate: Gate, assign: bool = False, dtype: torch.dtype = torch.float32) -> Gate:
+    made = Gate(gate.gating, corrected=True, device="cpu").half()
+    made.load_state_dict({name: tensor.to(dtype) for name, tensor in gate.state_dict().items()}, assign=assign)
+    return made
+
+
+def _from_meta(gate: Gate) -> Gate:
+    with torch.device("meta"):
+        made = Gate(gate.gating, corrected=True).bfloat16().to_empty(device="cpu")
+    made.load_state_dict(gate.state_dict())
+    return made
+
+
+def _swapped(gate: Gate) -> Gate:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        return _loaded(gate.bfloat16(), assign=True, dtype=torch.float64)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def _pickled_earlier(gate: Gate) -> Gate:
+    gate._buffers["bias"] = gate.bias.double()  # as versions that did not keep it in float32 left it
+    return copy.copy(gate)
+
+
+def _sharded(gate: Gate) -> Gate:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=True)
+        sharded = fully_shard(gate.to(torch.bfloat16), mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+        sharded(draw(3, HIDDEN))
+        return sharded
+    finally:
+        dist.destroy_process_group()
+
+
+DTYPE_CHANGES: dict[str, Callable[[Gate], Any]] = {
+    "bfloat16": lambda gate: gate.bfloat16(),
+    "half in a model": lambda gate: torch.nn.Sequential(gate).half()[0],
+    "double": lambda gate: gate.double(),
+    "to": lambda gate: gate.to("cpu", torch.bfloat16, non_blocking=True),
+    "type": lambda gate: gate.type(torch.float16),
+    "load": _loaded,
+    "assign": lambda gate: _loaded(gate, assign=True),
+    "assign float64": lambda gate: _loaded(gate, assign=True, dtype=torch.float64),
+    "swap": _swapped,
+    "deepcopy": lambda gate: copy.deepcopy(gate.bfloat16()),
+    "pickle": lambda gate: copy.copy(gate.bfloat16()),  # by __reduce_ex__, as what is saved comes back
+    "pickle of an earlier version": _pickled_earlier,
+    "meta": _from_meta,
+    "FSDP2": _sharded,
+}
+
+
+@pytest.mark.parametrize("change", DTYPE_CHANGES)
+def test_the_bias_of_a_gate_stays_float32(change: str) -> None:
+    want = corrected_gate().bias
+    changed = DTYPE_CHANGES[change](corrected_gate())
+    assert changed.bias.dtype is torch.float32 and torch.equal(changed.bias, want)
+    changed.bias += 1e-3
+    assert torch.equal(changed.bias, want + 1e-3), "updates are not lost"
+
+
+def test_a_bias_of_another_dtype_is_refused() -> None:
+    gate = corrected_gate()
+    assert gate.bfloat16().to("meta").bias.dtype is torch.float32
+    gate = corrected_gate()
+    gate.bias.data = gate.bias.bfloat16()  # as FSDP1 casts buffers
+    with pytest.raises(moecomm.BadInput, match=r"gate\.bias: got torch\.bfloat16; want torch\.float32"):
+        gate(draw(3, HIDDEN))
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
