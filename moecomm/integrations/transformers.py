@@ -60,6 +60,8 @@ class ExpertParallel(EPImplementation):  # type: ignore[misc]
         self._buffers: dict[tuple[int, int, torch.dtype, torch.device], Buffer] = {}
         self._outgrown: list[Buffer] = []  # backward passes may still need them
 
+    # A graph of torch.compile breaks here: it cannot open a Buffer, nor wait for the number of rounds.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:

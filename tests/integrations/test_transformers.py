@@ -123,6 +123,40 @@ def _one_model_after_another(rank: int, group: Any, folder: Path) -> tuple[list[
     return errors, any(bool(_local(grad).any()) for grad in grads)
 
 
+def _compiled(rank: int, group: Any, folder: Path, is_warm: bool) -> tuple[float, float, list[int]]:
+    """How far logits and gradients are off, and how many graphs each of three passes made."""
+    ours, theirs = both(folder, group.size())
+    ids, made, graphs = prompts(), [], list[Any]()
+
+    def kept(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    if is_warm:
+        ours(ids)
+    compiled = torch.compile(ours, backend=kept)
+    for _ in range(3):
+        found = compiled(ids)
+        made.append(len(graphs))
+    want = theirs(ids)
+    for result in (found, want):
+        result.logits.square().mean().backward()
+    name = "model.layers.0.mlp.gate.weight"
+    grads = [dict(model.named_parameters())[name].grad for model in (ours, theirs)]
+    return off(found.logits, want.logits), off(*grads), made
+
+
+@pytest.mark.parametrize("is_warm", [False, True], ids=["fresh", "after an eager pass"])
+def test_a_compiled_model_has_a_graph_break_at_its_experts(ranks: Any, tmp_path: Path, is_warm: bool) -> None:
+    make(tmp_path)
+    ranks.start(2, _compiled, tmp_path, is_warm)
+    for result in ranks.results(2, timeout_s=240).values():
+        assert not isinstance(result, BaseException), result
+        error, gradient, made = result
+        assert error < 1e-5 and gradient < 1e-5, result
+        assert made[0] > 1 and made[2] == made[1], "graphs around the experts, which later passes have"
+
+
 def test_prompts_grow_models_are_loaded_again_and_experts_starve(ranks: Any, tmp_path: Path) -> None:
     make(tmp_path)
     ranks.start(2, _one_model_after_another, tmp_path)
