@@ -536,8 +536,8 @@ class Buffer(Bound):
     def stats(self, *, gather: bool = False, reset: bool = False) -> Stats | JobStats:
         """Return the counters of this rank: rounds, rows, bytes, rows of each expert, and waits for each peer.
 
-        Rounds count also when a captured graph replays.  This call waits for the rounds so far, on this rank.  After a
-        failed round it still works.
+        Rounds of backward passes, of forward passes that are recomputed, and of replayed graphs count as well.  This
+        call waits for the rounds so far, on this rank.  After a failed round it still works.
 
         Args:
             gather: True: those of all ranks.  Collective then, over the sockets of the group, not in rounds.

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import moecomm
 from moecomm import ops
@@ -117,6 +118,31 @@ def test_a_repeat_and_a_dispatch_in_halves_count_their_rows(layout: Any) -> None
         run(rounds_of)
         rows, experts = expected(ids)
         check(run(lambda buffer: buffer.stats(gather=True))[0], 2 * rows, 2 * experts, 2 * HIDDEN, 2)
+
+
+@pytest.mark.parametrize(("kind", "rounds", "dispatches"), [("plain", 4, 2), ("recomputed", 6, 3), ("moe", 5, 3)])
+def test_backward_passes_and_recomputed_ones_count(kind: str, rounds: int, dispatches: int) -> None:
+    """The backward pass of ops.moe dispatches tokens and gradients of results, and returns gradients of tokens."""
+    ids = routing(7)
+    w13, w2 = (torch.ones(EXPERTS, *shape, dtype=torch.bfloat16) for shape in ((32, HIDDEN), (HIDDEN, 16)))
+    with opened() as run:
+
+        def layer(x: torch.Tensor, buffer: moecomm.Buffer) -> torch.Tensor:
+            if kind == "moe":
+                mine = slice(buffer.local_experts[0], buffer.local_experts[-1] + 1)
+                return ops.moe(buffer, x, ids[buffer.rank], None, w13[mine], w2[mine])
+            routed = ops.dispatch(buffer, x, ids[buffer.rank])
+            return ops.combine(routed.x * 2, routed.handle)
+
+        def step(buffer: moecomm.Buffer) -> None:
+            x = x_of(ids[buffer.rank]).requires_grad_()
+            out = checkpoint(layer, x, buffer, use_reentrant=False) if kind == "recomputed" else layer(x, buffer)
+            out.sum().backward()
+
+        run(step)
+        rows, experts = expected(ids)
+        job = run(lambda buffer: buffer.stats(gather=True))[0]
+        check(job, dispatches * rows, dispatches * experts, 2 * HIDDEN, rounds)
 
 
 def test_bytes_are_those_that_travel() -> None:
