@@ -276,13 +276,17 @@ class ExpertParallel(torch.nn.Module):
     def _runs_fused(self, tokens: torch.Tensor) -> bool:
         """Return whether the pass is Buffer.moe: no gradients, one dtype, no casts, and plain Experts without hooks.
 
-        With gradients, separate operators keep activations that the backward pass of moecomm.ops.moe would recompute.
+        Parameters of a subclass of Tensor may have no memory of their own: torch's operators compute with them.  With
+        gradients, separate operators keep activations that the backward pass of moecomm.ops.moe would recompute.
         """
         if torch.is_grad_enabled() or torch.is_autocast_enabled(tokens.device.type) or self.quantize is not None:
             return False
         experts = self.experts
         hooks = (*experts._forward_hooks, *experts._forward_pre_hooks)  # hooks may gather weights or count calls
-        return type(experts) is Experts and not hooks and experts.w13.dtype == experts.w2.dtype == self.payload
+        if type(experts) is not Experts or hooks or not (experts.w13.dtype == experts.w2.dtype == self.payload):
+            return False
+        weights = (experts.w13, experts.w2, experts.w13_bias, experts.w2_bias)
+        return all(weight is None or type(weight) in (torch.nn.Parameter, torch.Tensor) for weight in weights)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickling, without a default Buffer: the copy opens its own."""

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._pytree import tree_map_only
 
 import moecomm
 from moecomm import formats
@@ -158,6 +159,38 @@ def test_inference_is_one_call_and_experts_with_hooks_are_called() -> None:
     assert calls == [1, 2], "gradients are on"
     del buffer.moe
     buffer.close()
+
+
+class Wrapped(torch.Tensor):
+    """A tensor without memory of its own, as quantized weights and others are."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls: type[Wrapped], inner: torch.Tensor) -> Wrapped:
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, strides=inner.stride())
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = tree_map_only(cls, lambda tensor: tensor.inner, (args, kwargs or {}))
+        found = func(*plain[0], **plain[1])
+        return cls(found) if func is torch.ops.aten.detach.default else found
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_experts_of_a_subclass_of_tensor_compute_with_gradients_and_without(bias: bool) -> None:
+    layer, x = layer_of(None, bias=bias), draw(5, HIDDEN)
+    with torch.no_grad():
+        want = layer(x)
+    for name in ("w2_bias",) if bias else ("w13", "w2"):
+        setattr(layer.experts, name, torch.nn.Parameter(Wrapped(getattr(layer.experts, name).detach())))
+    out = layer(x)
+    with torch.no_grad():
+        inferred = layer(x)
+    assert_close(out, want)
+    assert torch.equal(inferred, out)
 
 
 def test_rows_may_lie_anywhere_with_gradients_or_without() -> None:
