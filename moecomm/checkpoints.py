@@ -7,6 +7,7 @@ each other.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ __all__ = ["activation", "deepseek_v4", "gpt_oss", "modelopt"]
 
 _BYTES = torch.uint8, torch.int8
 _EXPONENTS = torch.uint8, torch.float8_e8m0fnu
+_NAN_EXPONENT, _NAN_E4M3 = 0xFF, 0x7F  # the latter without its sign
 _NUMBERS = torch.bfloat16, torch.float16, torch.float32
 _KEYS = "hidden_act", "hidden_activation", "model_type", "swiglu_limit", "swiglu_limits"
 _ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh"}
@@ -81,14 +83,15 @@ def gpt_oss(
         config: see activation().  None: that of the released models, with a limit of 7.0.
 
     Raises:
-        BadInput: no such tensor, or one of another type; an expert that is not there; as activation().
+        BadInput: no such tensor, or one of another type; an expert that is not there; a scale that is NaN; as
+            activation().
     """
     _check(tensors, experts, prefix, device)
     found = activation({"model_type": "gpt_oss"} if config is None else config)
     for w, name in (("w13", "gate_up_proj"), ("w2", "down_proj")):
         stacked = partial(_stacked, tensors, experts, device, rows_in_turn=w == "w13")
         blocks = stacked(f"{prefix}{name}_blocks", (torch.uint8,), 4)
-        found[w] = Mxfp4(blocks.flatten(2), stacked(f"{prefix}{name}_scales", _EXPONENTS, 3))
+        found[w] = Mxfp4(blocks.flatten(2), stacked(f"{prefix}{name}_scales", _EXPONENTS, 3, nan=_NAN_EXPONENT))
         found[f"{w}_bias"] = stacked(f"{prefix}{name}_bias", _NUMBERS, 2)
     return found
 
@@ -121,7 +124,7 @@ def deepseek_v4(
     found = activation({"swiglu_limit": 10.0} if config is None else config)
     for w, parts in (("w13", ("w1", "w3")), ("w2", ("w2",))):
         some = _Experts(tensors, prefix, experts, parts, device)
-        scales = some.rows("scale", _EXPONENTS)
+        scales = some.rows("scale", _EXPONENTS, nan=_NAN_EXPONENT)
         found[w] = Mxfp4(some.rows("weight", _BYTES), scales.view(torch.float8_e8m0fnu))
     return found
 
@@ -150,13 +153,13 @@ def modelopt(
         config, layer: see activation().  None: "swiglu" without a limit, which not all models have.
 
     Raises:
-        BadInput: as gpt_oss().
+        BadInput: as gpt_oss(); a `weight_scale_2` that is no finite number above 0.
     """
     _check(tensors, experts, prefix, device)
     found = activation({"hidden_act": "silu"} if config is None else config, layer)
     for w, parts in (("w13", ("gate_proj", "up_proj")), ("w2", ("down_proj",))):
         some = _Experts(tensors, prefix, experts, parts, device)
-        data, scales = some.rows("weight", _BYTES), some.rows("weight_scale", (torch.float8_e4m3fn,))
+        data, scales = some.rows("weight", _BYTES), some.rows("weight_scale", (torch.float8_e4m3fn,), nan=_NAN_E4M3)
         factors = some.numbers("weight_scale_2")
         if len(parts) > 1:
             factors = factors.repeat_interleave(data.shape[1] // len(parts), dim=1)
@@ -173,8 +176,16 @@ def _stacked(
     dims: int,
     *,
     rows_in_turn: bool,
+    nan: int | None = None,
 ) -> torch.Tensor:
-    """Return some experts of a tensor that has all of them; `rows_in_turn`: its even rows, and then the others."""
+    """Return some experts of a tensor that has all of them.
+
+    Args:
+        tensors, experts, device: see gpt_oss().
+        name, dtypes, dims: of the tensor.
+        rows_in_turn: its even rows come first, and then the others.
+        nan: the byte that is refused, see _refuse_nan().
+    """
     whole = _tensor(tensors, name, dtypes, dims)
     ids = list(range(len(whole)) if experts is None else experts)
     if max(ids, default=NONE) >= len(whole):
@@ -186,6 +197,8 @@ def _stacked(
     made = whole.index_select(0, torch.tensor(ids, dtype=torch.int64, device=whole.device).clamp(min=0))
     if NONE in ids:
         made[[slot for slot, expert in enumerate(ids) if expert == NONE]] = 0
+    if nan is not None:
+        _refuse_nan(name, made, nan)
     return (made.flatten(1, 2) if rows_in_turn else made).to(device)
 
 
@@ -216,20 +229,28 @@ class _Experts:
         first = _tensor(tensors, self._name(self._some, parts[0], "weight"), _BYTES, 2)
         self._device = first.device if device is None else device
 
-    def rows(self, name: str, dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:
-        """Return bytes `[experts, parts * N, columns]` of tensors `[N, columns]` with one byte an element."""
+    def rows(self, name: str, dtypes: tuple[torch.dtype, ...], nan: int | None = None) -> torch.Tensor:
+        """Return bytes `[experts, parts * N, columns]` of tensors `[N, columns]` with one byte an element.
+
+        `nan`: the byte that is refused, see _refuse_nan().
+        """
         shape = _tensor(self._tensors, self._name(self._some, self._parts[0], name), dtypes, 2).shape
         sizes = len(self._experts), len(self._parts), *shape
         made = torch.zeros(sizes, dtype=torch.uint8, device=self._device)
         for slot, nth, found in self._each(name, dtypes, shape):
             made[slot, nth].copy_(found.view(torch.uint8))
+            if nan is not None:
+                _refuse_nan(self._name(self._experts[slot], self._parts[nth], name), found, nan)
         return made.flatten(1, 2)
 
     def numbers(self, name: str) -> torch.Tensor:
-        """Return float32 `[experts, parts]` of tensors with one element."""
+        """Return float32 `[experts, parts]` of tensors with one element, a finite number above 0."""
         made = torch.zeros(len(self._experts), len(self._parts))
         for slot, nth, found in self._each(name, (torch.float32,), None):
-            made[slot, nth] = found.item()
+            made[slot, nth] = value = found.item()
+            if not 0 < value < math.inf:
+                named = self._name(self._experts[slot], self._parts[nth], name)
+                raise BadInput("tensors", f"{named} of {value}", "a finite number above 0")
         return made.to(self._device)
 
     def _each(
@@ -248,6 +269,12 @@ class _Experts:
 
     def _name(self, expert: int, part: str, name: str) -> str:
         return f"{self._prefix}{expert}.{part}.{name}"
+
+
+def _refuse_nan(name: str, scales: torch.Tensor, nan: int) -> None:
+    """Raise BadInput if a scale is NaN: `nan`, or with another sign where that is one of e4m3."""
+    if not scales.is_meta and bool((scales.view(torch.uint8) & nan == nan).any()):
+        raise BadInput("tensors", f"{name} with NaN", "scales that are numbers")
 
 
 def _check(tensors: object, experts: object, prefix: object, device: object) -> None:

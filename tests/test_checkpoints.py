@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -244,3 +245,24 @@ def test_configs_that_no_layer_computes(config: Any, layer: int | None, argument
     with pytest.raises(BadInput) as caught:
         checkpoints.activation(config, layer)
     assert caught.value.argument == argument
+
+
+def test_scales_that_are_no_numbers_are_named() -> None:
+    factors = of_modelopt()[0].tensors
+    for value in (0.0, -1.0, float("inf"), float("nan")):
+        changed = {**factors, "x.2.up_proj.weight_scale_2": torch.tensor(value)}
+        with pytest.raises(BadInput, match=rf"x\.2\.up_proj\.weight_scale_2 of {value}; want a finite number above 0"):
+            checkpoints.modelopt(changed, prefix="x.")
+        assert checkpoints.modelopt(changed, [0, -1, 1], prefix="x.")
+    for load, made, name, nans in (
+        (checkpoints.modelopt, of_modelopt, "x.3.down_proj.weight_scale", (0x7F, 0xFF)),
+        (checkpoints.deepseek_v4, of_deepseek, "x.3.w3.scale", (0xFF,)),
+        (checkpoints.gpt_oss, of_gpt_oss, "x.down_proj_scales", (0xFF,)),
+    ):
+        tensors = made()[0].tensors
+        for nan in nans:
+            scales = tensors[name].clone()
+            scales.view(torch.uint8).flatten()[-1] = nan
+            with pytest.raises(BadInput, match=rf"{re.escape(name)} with NaN; want scales that are numbers"):
+                load({**tensors, name: scales}, prefix="x.")
+            load({**tensors, name: scales}, [0, -1, 4], prefix="x.", device="meta")  # of other experts

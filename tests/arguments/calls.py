@@ -563,7 +563,7 @@ def of_moecomm() -> dict[str, list[Call]]:
 def _loaders() -> dict[str, list[Call]]:
     def drawn(*names: str, experts: tuple[int, ...] = (), **kinds: tuple[tuple[int, ...], torch.dtype]) -> Any:
         return {
-            f"{name}{kind}": torch.zeros((*experts, *shape)).to(dtype)
+            f"{name}{kind}": torch.ones((*experts, *shape)).to(dtype)
             for name in names
             for kind, (shape, dtype) in kinds.items()
         }
