@@ -239,8 +239,14 @@ def dequantize(
 
     Returns:
         `[T, H]`.
+
+    Raises:
+        BadInput: an argument is not as above, such as rows of layout "batched", which are flattened first.
     """
     check_name("quantize", name, tuple(FORMATS))
+    for argument, tensor in (("rows", rows), ("scales", scales)):
+        if tensor is not None and tensor.dim() != 2:
+            raise BadInput(argument, f"{tensor.dim()} dimensions", "two, as flatten(0, 1) of batched ones has")
     hidden = rows.shape[1] * 8 // FORMATS[name].bits
     fmt, given = _check(name, "fp32", global_scale, hidden, rows.device)
     values = _e2m1_values(rows) if fmt.bits == 4 else rows.float()

@@ -299,6 +299,8 @@ def test_swizzle(shape: tuple[int, ...]) -> None:
         (lambda x: quantize(x.double(), "fp8_token"), "x"),
         (lambda x: dequantize(x.to(torch.int8), None, "int8_token"), "scales"),
         (lambda x: dequantize(x.to(torch.int8), x, "int8_token"), "scales"),
+        (lambda x: dequantize(x.to(torch.int8), x[:, 0], "int8_token"), "scales"),
+        (lambda x: dequantize(x[None].to(torch.int8), x[None, :, :1], "int8_token"), "rows"),
         (lambda x: swizzle(x), "scales"),
         (lambda x: swizzle(x.to(torch.uint8)[0]), "scales"),
         (lambda x: unswizzle(x.to(torch.uint8)[0], 2, 5), "scales"),
@@ -308,6 +310,7 @@ def test_bad_arguments(call: Callable[[torch.Tensor], object], argument: str) ->
     with pytest.raises(BadInput) as error:
         call(torch.ones(2, 64))
     assert error.value.argument == argument
+    assert argument != "rows" or "3 dimensions; want two" in str(error.value)
 
 
 @pytest.mark.parametrize(
