@@ -31,7 +31,7 @@ from moecomm.fused import (
 from moecomm.fused.experts import multiply_by_torch, say_once
 from moecomm.fused.fp4 import dequantize
 from moecomm.fused.kernels import FP8
-from moecomm.testing import LayerCase, random_layer
+from moecomm.testing import LayerCase, LocalBuffers, bounds, random_layer
 
 from .test_moe import FP8_SIZES, opened
 
@@ -393,8 +393,109 @@ def test_what_does_not_fit_is_named_before_a_row_is_sent(name: str) -> None:
         ranks.buffers[0].moe(**good | {"x": good["x"].to(refusal.dtype), "bias": None})
 
 
+# Values of four bits with scales of 32 columns, as compressed-tensors and others have them.
+INT4: dict[str, Callable[[int, int], tuple[torch.Tensor, ...]]] = {
+    "words": lambda n, k: (torch.zeros(4, n, k // 8, dtype=torch.int32), torch.ones(4, n, k // 32).bfloat16()),
+    "bytes": lambda n, k: (torch.zeros(4, n, k // 2, dtype=torch.uint8), torch.ones(4, n, k // 32).half()),
+    "signed bytes": lambda n, k: (torch.zeros(4, n, k // 2, dtype=torch.int8), torch.ones(4, n, k // 32)),
+    "zero points": lambda n, k: (*INT4["bytes"](n, k), torch.zeros(4, n, k // 32)),
+}
+
+
+@pytest.mark.parametrize("kind", INT4)
+def test_int4_is_a_format_that_is_not_taken(kind: str) -> None:
+    case = random_layer(3, **MXFP4 | {"ranks": 1}, dtype=torch.bfloat16)
+    w13, w2 = INT4[kind](128, 96), INT4[kind](96, 64)
+    call = case.call(0) | {"w13": w13, "w2": w2}
+    with opened(MXFP4 | {"ranks": 1}) as ranks:
+        (buffer,) = ranks.buffers
+        for run in (buffer.moe, lambda **given: ops.moe(buffer, **given)):
+            with pytest.raises(BadInput, match=r"w13: got torch\.\w+ values with scales of .* INT4, .* are not"):
+                run(**call)
+    if kind != "signed bytes":
+        with pytest.raises(BadInput, match=r"w: got .* INT4, .* are not"):
+            grouped_gemm(torch.zeros(4, 96).bfloat16(), w13, torch.ones(4, dtype=torch.int32))
+
+
 def test_fp8_rows_have_at_least_16_columns() -> None:
     sizes = FP8_SIZES[0] | {"ranks": 1, "hidden": 8}
     case = random_layer(3, **sizes, dtype=torch.bfloat16, fp8=True)
     with opened(sizes) as ranks, pytest.raises(Unsupported, match="H = 8"):
         ranks.buffers[0].moe(**case.call(0) | {"bias": None})
+
+
+def drawn_blocks(intermediate: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gate, up and down of 4 experts; gate is much smaller than up, so that another's scale is far off."""
+    g = torch.Generator().manual_seed(intermediate)
+    sizes = ((intermediate, 256, 0.05), (intermediate, 256, 0.5), (256, intermediate, 0.1))
+    gate, up, down = (torch.randn(4, rows, columns, generator=g) * by for rows, columns, by in sizes)
+    return gate, up, down
+
+
+def zeros_behind(data: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    return torch.nn.functional.pad(data.view(torch.uint8), (0, columns, 0, rows)).view(data.dtype)
+
+
+def layer_in_float64(x: torch.Tensor, ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
+    """The sum of each token's experts, of exact weights; rows are cast to FP8 before both products."""
+    rows, out = bounds.in_float64(Fp8(*quantize(x)), 1), torch.zeros(x.shape, dtype=torch.float64)
+    for expert in range(4):
+        gate, up = (rows @ w13[expert].T).chunk(2, dim=1)
+        inner = bounds.in_float64(Fp8(*quantize((torch.nn.functional.silu(gate) * up).bfloat16())), 1)
+        out += inner @ w2[expert].T * (ids == expert).sum(dim=1, keepdim=True)
+    return out
+
+
+@pytest.mark.parametrize("intermediate", [64, 96, 128, 160, 192, 224, 256, 352])
+def test_scales_of_gate_and_up_are_told_apart_from_those_of_both(intermediate: int) -> None:
+    g = torch.Generator().manual_seed(0)
+    x, ids = torch.randn(16, 256, generator=g).bfloat16(), torch.rand(16, 4, generator=g).topk(2).indices
+    rows, counts = Fp8(*quantize(x)), torch.tensor([4, 4, 4, 4], dtype=torch.int32)
+    gate, up, down = drawn_blocks(intermediate)
+    w13, w2 = quantize_weights(torch.cat((gate, up), dim=1)), quantize_weights(down)
+    halves = [quantize_weights(w) for w in (gate, up)]
+    data, of_halves = torch.cat([w.data for w in halves], dim=1), torch.stack([w.scales for w in halves], dim=1)
+    lacking = -intermediate % 128
+    filled = torch.cat([zeros_behind(w.data, lacking, 0) for w in halves], dim=1)
+    with LocalBuffers(1, hidden=256, num_experts=4, topk=2, max_tokens=16) as ranks:
+        (buffer,) = ranks.buffers
+
+        def calls(w13: Any, w2: Any) -> list[Callable[[], Any]]:
+            return [
+                lambda: buffer.moe(x, ids, None, w13, w2),
+                lambda: ops.moe(buffer, x, ids, None, w13, w2),
+                lambda: grouped_gemm(rows, w13, counts, activation="swiglu", interleaved=False),
+            ]
+
+        def check(of_w13: list[Any], of_w2: Any, values: torch.Tensor) -> None:
+            """Both forms of scales have the bits of each other, and the values of float64."""
+            want = layer_in_float64(x, ids, values, bounds.in_float64(w2, 128))
+            results = [[call() for call in calls(w13, of_w2)] for w13 in of_w13]
+            for out, of_operator, inner in results:
+                assert float((out - want).norm()) <= 0.01 * float(want.norm())
+                assert torch.equal(out, of_operator) and torch.equal(out, results[0][0])
+                assert torch.equal(inner, results[0][2])
+
+        def refused(scales: torch.Tensor, error: type[Exception], match: str) -> None:
+            for call in calls((data, scales), w2):
+                with pytest.raises(error, match=match):
+                    call()
+
+        both = [w13._replace(scales=w13.scales.unsqueeze(1))]
+        if lacking == 0 or lacking >= 64:  # two grids of blocks have another shape, or are one
+            both.append(w13)
+        check(both, w2, bounds.in_float64(w13, 128))
+        of_filled = [(filled, of_halves), (filled, of_halves.flatten(1, 2))]
+        exact = torch.cat([bounds.in_float64(w, 128) for w in halves], dim=1)
+        check(of_filled, (zeros_behind(w2.data, 0, lacking), w2.scales), exact)
+        if lacking:
+            refused(of_halves, Unsupported, f"I = {intermediate} is no multiple of 128: append {lacking} rows")
+        if 0 < lacking < 64:
+            for scales in (w13.scales, of_halves.flatten(1, 2)):
+                refused(
+                    scales, BadInput, r"scales\.unsqueeze\(1\) if gate and up were quantized as one matrix, scales\.unf"
+                )
+        elif lacking:
+            refused(of_halves.flatten(1, 2), Unsupported, "is no multiple of 128")
+        for scales in (of_halves.unsqueeze(1), of_halves[:, :, :0], w13.scales[:, None, :0]):
+            refused(scales, BadInput, "scales|shape")

@@ -310,9 +310,9 @@ class Buffer(Bound):
             topk_weights: float32 `[T, K]`; None: every weight is 1.
             w13: `[E/R, 2 I, H]` of the Buffer's dtype: I gate rows, then I up rows, of each expert of this rank.
             w2: `[E/R, H, I]`: the down projections.  Both in FP8: pairs of float8_e4m3fn values and float32 scales, one
-                for 128 rows and 128 columns (moecomm.fused.quantize_weights); or of float8_e4m3fn or int8 values and
-                scales `[E/R, N]` (quantize_channels) or `[E/R]`; or of MXFP4: uint8 values `[E/R, N, K / 2]` and
-                exponents `[E/R, N, K / 32]`; or of NVFP4: a triple, moecomm.fused.Nvfp4.
+                for 128 rows and 128 columns (moecomm.fused.quantize_weights; of w13 see moecomm.fused.Fp8); or of
+                float8_e4m3fn or int8 values and scales `[E/R, N]` (quantize_channels) or `[E/R]`; or of MXFP4: uint8
+                values `[E/R, N, K / 2]` and exponents `[E/R, N, K / 32]`; or of NVFP4: a triple, moecomm.fused.Nvfp4.
             out: `[T, H]` of the Buffer's dtype, written in place; default: a new tensor.
             bias: `[T, H]` or `[H]` of the Buffer's dtype, added before the rounding: a shared expert, say.
             w13_bias: `[E/R, 2 I]`, float32 or the Buffer's dtype, of the first GEMM: gate before up, also interleaved.

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from moecomm.base.arrays import as_tensor
+from moecomm.errors import BadInput
 from moecomm.fused.channels import CHANNELS
 from moecomm.fused.fp4 import MXFP4, NVFP4
 from moecomm.fused.fp8 import BLOCKS, Fp8, as_operand
@@ -22,22 +25,39 @@ def as_weights(argument: str, given: Any) -> Any:
     Raises BadInput.
     """
     if isinstance(given, tuple) and len(given) == len(NVFP4.kind._fields):
-        packed = NVFP4.kind(*(as_tensor(argument, tensor)[0] for tensor in given))
-        if packed.data.dtype is NVFP4.values:
-            return packed
+        tensors = tuple(as_tensor(argument, tensor)[0] for tensor in given)
+        if tensors[0].dtype is NVFP4.values:
+            return as_packed(argument, tensors)
     operand = as_operand(argument, given)
     if isinstance(operand, Fp8) and operand.data.dtype is CHANNELS.values:
+        if operand.scales.dim() > 2:
+            _refuse(argument, *operand)
         return CHANNELS.kind(*operand)
-    return as_packed(operand)
+    return as_packed(argument, operand)
 
 
-def as_packed(w: Any) -> Any:
-    """Return a tuple of tensors as weights of four bits if its length and the dtype of its values say so."""
+def as_packed(argument: str, w: Any) -> Any:
+    """Return a tuple of tensors as weights of four bits if its length and the dtype of its values say so.
+
+    Raises BadInput for values of a format of four bits with scales of another one.
+    """
     if type(w) in (tuple, Fp8) and len(w) > 1:
         for of in (MXFP4, NVFP4, PACKED_MXFP4):
             if len(w) == len(of.kind._fields) and getattr(w[0], "dtype", None) is of.values:
+                if getattr(w[1], "dtype", None) not in of.of_scales:
+                    _refuse(argument, w[0], w[1])
                 return of.kind(*w)
     return w
+
+
+def _refuse(argument: str, values: torch.Tensor, scales: Any) -> None:
+    of_scales = f"{getattr(scales, 'dtype', type(scales).__name__)} {tuple(getattr(scales, 'shape', ()))}"
+    raise BadInput(
+        argument,
+        f"{values.dtype} values with scales of {of_scales}",
+        "a format that is taken: INT8 has float32 scales [E] or [E, N], MXFP4 exponents, and NVFP4 e4m3 scales and "
+        "factors; INT4, and INT8 with scales of groups of columns, are not",
+    )
 
 
 def format_of(w: Any) -> WeightFormat:

@@ -74,12 +74,10 @@ class _Packed(WeightFormat):
     Attributes:
         name: in messages.
         group: columns that share a scale.
-        of_scales: dtypes of scales.
     """
 
     name = ""
     group = 0
-    of_scales: tuple[torch.dtype, ...] = ()
     values = torch.uint8
     packed = 2
     tuned_as = torch.uint8

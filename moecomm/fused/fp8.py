@@ -27,7 +27,10 @@ class Fp8(NamedTuple):
         data: float8_e4m3fn, `[rows, K]` or `[experts, rows, K]`; of weights `[experts, N, K]`.
         scales: float32.  Of rows, one for 128 columns: `[..., ceil(K / 128)]`, row-major or column-major, as a dispatch
             with `quantize="fp8"` returns them.  Of weights, one for 128 rows and 128 columns:
-            `[experts, ceil(N / 128), ceil(K / 128)]`.
+            `[experts, ceil(N / 128), ceil(K / 128)]`.  Of gate rows over up rows also with the number of grids of
+            blocks: `[experts, 1, ceil(2 I / 128), ceil(K / 128)]`, one grid for all rows, as quantize_weights(w13) has,
+            or `[experts, 2, ceil(I / 128), ceil(K / 128)]`, a grid for gate and one for up, as checkpoints have.  Where
+            I % 128 is above 64, the shape without that number would fit both, and is BadInput.
     """
 
     data: torch.Tensor
@@ -57,6 +60,8 @@ class _Blocks(WeightFormat):
             argument = "w13" if isinstance(w2, Fp8) else "w2"
             raise BadInput(argument, "no pair of e4m3 weights and scales", "one, as the other weights are")
         intermediate = check_shapes(rounds, w13, w2, (kernels.FP8,))
+        if not interleaved:
+            w13 = Fp8(w13.data, in_one_grid("w13", w13.scales, intermediate))
         for argument, w in (("w13", w13), ("w2", w2)):
             wanted = (len(w.data), -(-w.data.shape[1] // GROUP), -(-w.data.shape[2] // GROUP))
             check_tensor(argument, w.scales, device=rounds.device, dtypes=(torch.float32,), shape=wanted)
@@ -70,6 +75,39 @@ class _Blocks(WeightFormat):
 
 
 BLOCKS = _Blocks()
+
+
+def in_one_grid(argument: str, scales: torch.Tensor, intermediate: int) -> torch.Tensor:
+    """Return scales of I gate rows over I up rows as those of one grid of blocks, whose shape the caller checks.
+
+    Args:
+        argument: whose scales they are, for messages.
+        scales: `[experts, blocks, ...]`, or `[experts, grids, blocks, ...]`, see Fp8.
+        intermediate: I.
+
+    Raises:
+        BadInput: the shape fits one grid and two, and does not say how many there are.
+        Unsupported: two grids that are not one.
+    """
+    check_dense(argument, scales)
+    half, last = -(-intermediate // GROUP), intermediate % GROUP
+    is_said = scales.dim() == 4
+    if is_said and scales.shape[1] == 1:
+        return scales.squeeze(1)
+    if is_said and scales.shape[1:3] == (2, half):
+        scales = scales.flatten(1, 2)
+    if scales.dim() != 3 or scales.shape[1] != 2 * half or last == 0:
+        return scales
+    if last > GROUP // 2 and not is_said:
+        raise BadInput(
+            argument,
+            f"scales {tuple(scales.shape)} with I = {intermediate}, which one grid of blocks has and two have",
+            f"scales.unsqueeze(1) if gate and up were quantized as one matrix, scales.unflatten(1, (2, {half})) if not",
+        )
+    raise Unsupported(
+        f"{argument} with scales of gate and up by themselves, where I = {intermediate} is no multiple of {GROUP}: "
+        f"append {-last % GROUP} rows of zeros to gate and to up, and as many columns to w2; the scales stay"
+    )
 
 
 def _lacks(rounds: Rounds, local: int, hidden: int, intermediate: int, interleaved: bool) -> str:

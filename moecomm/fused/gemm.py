@@ -107,11 +107,11 @@ def grouped_gemm(
             `quantize="fp8"`.  Beside weights with scales of channels, scales are `[..., 1]`, one for a row, or `[1]`.
         w: `[E, N, K]` of the same dtype.  With an activation N = 2 I: gate and up rows.  In FP8, an `Fp8` with scales
             `[E, ceil(N / 128), ceil(K / 128)]`, one for 128 rows (in the row order of w) and 128 columns; see
-            `moecomm.fused.quantize_weights`.  Or with scales of channels, `[E, N]` (in the row order of w), or of
-            matrices, `[E]`; these also of int8 values.  See `moecomm.fused.quantize_channels`.  Or an `Mxfp4` or
-            `Nvfp4` (or any tuple alike), beside bfloat16 rows: the bits of the bfloat16 weights that it stands for.
-            `Nvfp4` is widened to these weights in every call.  Or a `PackedMxfp4` beside FP8 rows: the bits of
-            the FP8 weights that it stands for.
+            `moecomm.fused.quantize_weights`; with an activation, see `Fp8` for those of gate and up.  Or with scales of
+            channels, `[E, N]` (in the row order of w), or of matrices, `[E]`; these also of int8 values.  See
+            `moecomm.fused.quantize_channels`.  Or an `Mxfp4` or `Nvfp4` (or any tuple alike), beside bfloat16 rows: the
+            bits of the bfloat16 weights that it stands for.  `Nvfp4` is widened to these weights in every call.  Or a
+            `PackedMxfp4` beside FP8 rows: the bits of the FP8 weights that it stands for.
         tokens_per_expert: int32 `[E]`, on the device of x and read there: rows of each expert, valid ones first.  On
             CPUs, counts that are negative or exceed the rows are bad input; on GPUs such groups are cut.
         alignment: layout "expert": each expert's rows begin at a multiple of it, `expert_alignment` of the dispatch.
@@ -147,7 +147,7 @@ def grouped_gemm(
     key = _key_of(x, w, tokens_per_expert, bias, out, (*options, expected_rows, schedule))
     if key is not None and (known := _known.get(key)) is not None:
         return known.run(x, w, tokens_per_expert, bias, out)
-    w = as_packed(w)
+    w = as_packed("w", w)
     if (of := format_of(w)) is NVFP4:  # no kernel reads it
         of.check_parts("w", w)
         of, w = PLAIN, of.widen(w, of.packed * w[0].shape[2])
@@ -165,10 +165,10 @@ def grouped_gemm(
     if not product.is_cuda:
         check_counts(tokens_per_expert, given.x.shape[:-1], alignment)
         how: dict[str, Any] = {"alignment": alignment, "activation": gated, "interleaved": interleaved, "bias": bias}
-        if given.by_channel and given.x_scales is not None and given.w_scales is not None:  # of the usual shapes
-            x, w = (given.x, given.x_scales), (given.w, given.w_scales)
-        elif of.packed > 1:
+        if of.packed > 1:
             w = of.widen(w, given.x.shape[-1])
+        elif given.x_scales is not None and given.w_scales is not None:  # of the usual shapes
+            x, w = (given.x, given.x_scales), (given.w, given.w_scales)
         reference.grouped_gemm(x, w, tokens_per_expert, **how, out=returned)
         return returned
     _want_hopper(product.device.index)

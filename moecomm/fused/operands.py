@@ -13,7 +13,7 @@ from moecomm.dispatch.reference import GROUP
 from moecomm.errors import BadInput, Unsupported
 from moecomm.fused import kernels
 from moecomm.fused.fp4 import Fp4
-from moecomm.fused.fp8 import Operand
+from moecomm.fused.fp8 import BLOCKS, Operand, in_one_grid
 from moecomm.fused.packed_mxfp4 import PACKED_MXFP4
 from moecomm.fused.weight_format import WeightFormat, described
 
@@ -90,6 +90,8 @@ def check_operands(
         raise BadInput("tokens_per_expert", "a tensor with gaps", "a contiguous one")
     check_alignment("alignment", alignment)
     by_channel = w_scales is not None and w_scales.dim() < 3
+    if of is BLOCKS and w_scales is not None and activation is not None and not interleaved:
+        w_scales = in_one_grid("w", w_scales, columns // 2)
     x_scales, w_scales = of.check_scales(x, x_scales, w, w_scales)
     if bias is not None:
         _check_bias(x, w, bias)

@@ -143,7 +143,7 @@ def unpack(w: tuple[torch.Tensor, torch.Tensor], depth: int | None = None) -> Fp
 
 
 class _PackedMxfp4(WeightFormat):
-    kind, values, packed = PackedMxfp4, torch.int32, 8
+    kind, values, of_scales, packed = PackedMxfp4, torch.int32, (torch.int32,), 8
     quantize: Quantize | None = "fp8"
     product = kernels.FP8
     tuned_as = kernels.FP8

@@ -24,6 +24,7 @@ class WeightFormat:
     Attributes:
         kind: a NamedTuple, the class of weights, which begins with `data` and `scales`; None: weights are tensors.
         values: dtype of `data`, by which a plain tuple of arrays becomes a `kind`.
+        of_scales: dtypes of `scales`, of packed ones.
         packed: values in an element of `data`.
         quantize: format to which the dispatch of an unfused layer casts rows.
         casts: cast() casts rows ahead of each product, each row with one scale.
@@ -36,6 +37,7 @@ class WeightFormat:
 
     kind: type[Any] | None = None
     values: torch.dtype | None = None
+    of_scales: tuple[torch.dtype, ...] = ()
     packed = 1
     quantize: Quantize | None = None
     casts = False

@@ -76,6 +76,8 @@ class LayerCase:
         weights: dict[str, Any] = {"w13": w13.to(device), "w2": self.w2[mine].contiguous().to(device)}
         if self.fp8:
             weights = {name: quantize_weights(w) for name, w in weights.items()}
+            if not self.interleaved and self.w2.shape[2] % bounds.GROUP > bounds.GROUP // 2:
+                weights["w13"] = Fp8(weights["w13"].data, weights["w13"].scales.unsqueeze(1))
         for name, each in (("w13_bias", self.w13_bias), ("w2_bias", self.w2_bias)):
             if each is not None:
                 weights[name] = each[mine].contiguous().to(device)

@@ -170,7 +170,9 @@ def run_layer(hidden: int, intermediate: int, experts: int = 1, fp8: bool = True
     sizes: dict[str, Any] = {"hidden": hidden, "num_experts": experts, "topk": 1, "max_tokens": 1}
     ids = torch.zeros(1, 1, dtype=torch.int64)
     with moecomm.Buffer("self", **sizes, device="cpu") as buffer:
-        weights = [quantize_weights(w) if fp8 else w.bfloat16() for w in (w13, w2)]
+        weights: list[Any] = [quantize_weights(w) if fp8 else w.bfloat16() for w in (w13, w2)]
+        if fp8 and not interleaved:
+            weights[0] = (weights[0].data, weights[0].scales.unsqueeze(1))
         buffer.moe(torch.zeros(1, hidden).bfloat16(), ids, None, *weights, interleaved=interleaved)
 
 

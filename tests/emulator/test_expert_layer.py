@@ -99,6 +99,8 @@ class Emulated:
         bias: Any = None,
     ) -> None:
         bias = None if bias is None else bias.float()
+        if isinstance(w, Fp8) and w.scales.dim() == 3 and activation is not None and not interleaved:
+            w = Fp8(w.data, w.scales.unsqueeze(1))  # of one grid of blocks, as layers make them
         used = activation or SWIGLU
         given = check_operands(
             x, w, format_of(w), counts, alignment, used.name if activation else None, interleaved, bias

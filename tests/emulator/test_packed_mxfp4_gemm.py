@@ -51,6 +51,8 @@ def product(
     quantize: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     used = SWIGLU if name is None else ACTIVATIONS[name]
+    if isinstance(w, Fp8) and name is not None and not interleaved:
+        w = Fp8(w.data, w.scales.unsqueeze(1))  # of one grid of blocks
     given = check_operands(x, w, format_of(w), counts, 1, name and used.name, interleaved, bias)
     columns = given.w.shape[1] // (1 if name is None else 2)
     apart = name is not None and not interleaved
