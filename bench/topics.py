@@ -480,9 +480,7 @@ def backends() -> str:
     )
     rows = [_between_domains(name, load(name)["rows"][nth].get("through", "")) for name, nth in ways]
     rows += [row for name in ("backends-h100-4", "backends-domains-h100-4") for row in _by_backend(name)]
-    rounds = table(_BACKEND_HEADS, rows)
-    tcp, longer = load("latency-gin-tcp-h200-2"), load("latency-gin-tcp-h100-2")
-    return f"{rounds}\n\n{_put_and_signal('latency-backends-h100-4', tcp, longer)}"
+    return f"{table(_BACKEND_HEADS, rows)}\n\n{_put_and_signal('latency-backends-h100-4')}"
 
 
 _BACKEND_HEADS = f"through | domains | dispatch of 128 tokens, bf16 | of 4096 | combine of 128 | of 4096{WINDOW}"
@@ -544,20 +542,16 @@ def _by_backend(name: str) -> list[str]:
     return rows
 
 
-def _put_and_signal(name: str, *over_tcp: dict[str, Any]) -> str:
-    """Return the table of half round trips, with those over TCP where they are given."""
+def _put_and_signal(name: str) -> str:
+    """Return the table of half round trips."""
     found, rows = load(name), []
     for size in (4, 4096, 65536, 4194304):
         cells = []
         for backend in ("lsa", "nvshmem", "gin"):
             of_backend = (r for r in found["rows"] if (r["backend"], r.get("bytes")) == (backend, size))
             cells.append(next((time_of(r["us"]["p50"]) for r in of_backend), ""))
-        over, of_size = next(((o, r) for o in over_tcp for r in o["rows"] if r["bytes"] == size), (None, None))
-        if of_size is not None:
-            cells.append(time_of(of_size["us"]["p50"]))
-        rows.append(line(found, ("put + signal", "gin", "nvshmem", "RMA plugin"), str(size), *cells, beside=over))
-    heads = "put + signal, bytes | `lsa` | `nvshmem` | `gin`, proxy on one host"
-    return table(heads + " | `gin`, TCP over 127.0.0.1, 2 GPUs" * bool(over_tcp), rows)
+        rows.append(line(found, ("put + signal", "gin", "nvshmem", "RMA plugin"), str(size), *cells))
+    return table("put + signal, bytes | `lsa` | `nvshmem` | `gin`, proxy on one host", rows)
 
 
 def concurrent() -> str:
@@ -962,7 +956,7 @@ TOPICS = (
         "Backends and domains",
         "`flat` rows, `y` in the window.  No NIC was there: domains of 2 ranks (of 1: 2 GPUs) reach each other by "
         "puts over NVLink, NVSHMEM, or GIN's proxy with the RMA plugin.  Without a number of SMs: the default.  Put + "
-        "signal: half a round trip between two H100s (over TCP: H200s, but for 4 MiB).  "
+        "signal: half a round trip between two H100s.  "
         "![Put + signal over bytes, by backend](../bench/results/latency-backends-h100-4.svg) "
         "![Rounds between two domains over tokens, by backend](../bench/results/backends-domains-h100-4.svg) "
         "![4096 tokens over the number of domains](../bench/results/domain-counts-h100-4.svg)",
@@ -970,7 +964,7 @@ TOPICS = (
             "backends-h100-4 backends-domains-h100-4 backends-h200-4 backends-domains-h200-4 domains-h200-4 "
             "domains-h100-4 domains-h200-2 domains-h100-2 domain-counts-h100-4 domains-nvshmem-h200-2 nic-h100-4 "
             "nic-h200-4 nic-h200-2 nic-h100-2 gin-domains-h200-2 rings-h200-4 rings-h100-2 latency-backends-h100-4 "
-            "latency-backends-h200-4 latency-gin-tcp-h200-2 latency-gin-tcp-h100-2"
+            "latency-backends-h200-4"
         ),
         backends,
         " ".join((*_DOMAIN_KINDS, *_BACKEND_KINDS, "latency-backends")),

@@ -12,9 +12,7 @@
 | MOECOMM_VERIFY_EVERY | one of how many rounds is verified, in Buffers opened without verify_every (default: 0, none) |
 | MOECOMM_VLLM | moecomm in the place of DeepEP in vLLM: "always" or "never" (default: where there is no deep_ep) |
 | MOECOMM_SGLANG | likewise in SGLang |
-| MOECOMM_RMA | how the RMA plugin, which reads these five itself, moves bytes: "auto", "loopback" or "tcp" |
-| MOECOMM_JOB_SECRET | what its ranks on different hosts prove to each other that they know; at least 16 bytes |
-| MOECOMM_RMA_ADDRESS | the IPv4 address that it listens at |
+| MOECOMM_RMA_JOB | what a gin Buffer calls its communicator, to watch it; the RMA plugin reads these three itself |
 | MOECOMM_RMA_TIMEOUT_MS | how long it waits for a connection, or for a silent peer |
 | MOECOMM_RMA_TIMES | "1": it adds up where time goes, for moecomm.rma_plugin.take_times() |
 | WORLD_SIZE | set by torchrun: with more than 1, group=None is an error |
@@ -31,8 +29,6 @@ from pathlib import Path
 
 from moecomm.errors import BadInput
 
-SHORTEST_SECRET = 16  # bytes; rma_plugin/src/settings.h has the same bound
-
 _KNOWN = {
     "MOECOMM_BACKEND": ("auto", "host", "lsa", "gin", "nvshmem"),
     "MOECOMM_CACHE_DIR": None,
@@ -44,9 +40,7 @@ _KNOWN = {
     "MOECOMM_VLLM": ("always", "never"),
     "MOECOMM_SGLANG": ("always", "never"),
     "MOECOMM_VERIFY_EVERY": None,
-    "MOECOMM_RMA": ("auto", "loopback", "tcp"),
-    "MOECOMM_JOB_SECRET": None,
-    "MOECOMM_RMA_ADDRESS": None,
+    "MOECOMM_RMA_JOB": None,
     "MOECOMM_RMA_TIMEOUT_MS": None,
     "MOECOMM_RMA_TIMES": ("0", "1"),
 }
@@ -62,14 +56,6 @@ def check_environment() -> None:
         allowed = _KNOWN[name]
         if allowed is not None and value not in allowed:
             raise BadInput(name, repr(value), f"one of {', '.join(allowed)}")
-        if name == "MOECOMM_JOB_SECRET" and value:
-            check_secret(name, value)
-
-
-def check_secret(argument: str, secret: str) -> None:
-    """Raise BadInput, which does not show it, for a job secret that is too short."""
-    if (length := len(os.fsencode(secret))) < SHORTEST_SECRET:
-        raise BadInput(argument, f"{length} bytes", f"at least {SHORTEST_SECRET} bytes, as random as can be")
 
 
 def asked_backend(name: object) -> str:
@@ -139,12 +125,6 @@ def in_sglang() -> str | None:
     """Return whether moecomm takes the place of DeepEP in SGLang; None: where that is not installed."""
     check_environment()
     return os.environ.get("MOECOMM_SGLANG")
-
-
-def job_secret() -> str | None:
-    """Return the secret that the user set for the RMA plugin; None: each communicator makes its own."""
-    check_environment()
-    return os.environ.get("MOECOMM_JOB_SECRET")
 
 
 def launched_ranks() -> int:

@@ -5,11 +5,8 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import itertools
-import secrets
 from pathlib import Path
 
-from moecomm.base.choices import PluginWay
-from moecomm.config import check_secret
 from moecomm.errors import Unsupported
 
 # Version of rma_plugin/src/times.h.
@@ -36,14 +33,7 @@ def path() -> Path:
     return found
 
 
-def new_secret() -> str:
-    """A job secret: made by one rank, and handed to all others through the process group."""
-    return secrets.token_hex(32)
-
-
-def environment(
-    secret: str | None = None, *, way: PluginWay = "auto", address: str | None = None, timeout_s: float | None = None
-) -> dict[str, str]:
+def environment(job: str | None = None, *, timeout_s: float | None = None) -> dict[str, str]:
     """Return the variables that NCCL (2.30.7 or later) needs in the environment of every rank before its first call.
 
     | variable | why |
@@ -55,13 +45,11 @@ def environment(
     | NCCL_SYM_GIN_KERNELS_ENABLE=0 | NCCL's own collectives stay off the plugin: it is far slower than what they have |
     | NCCL_NVLS_ENABLE=0 | no NVLink multicast |
     | NCCL_RMA_PLUGIN_REF_COUNT=1 | the library stays loaded between communicators |
-    | MOECOMM_RMA | `way`: "auto", "loopback" (one host) or "tcp" |
-    | MOECOMM_JOB_SECRET | `secret`, 16 bytes or more, the same on all ranks; without one nobody is reached over tcp |
-    | MOECOMM_RMA_ADDRESS | `address`: the IPv4 address to listen at; else that of the first interface that is up |
+    | MOECOMM_RMA_JOB | `job`: the name under which watch() knows the communicators that are made meanwhile |
     | MOECOMM_RMA_TIMEOUT_MS | `timeout_s`: to connect, and until a silent peer is an error; else 60 s |
 
     GIN's proxy polls on a thread of each communicator.  `NCCL_LSA_TEAM_SIZE`, which splits the GPUs of one host into
-    several domains, is the caller's choice.  Raises BadInput for a shorter secret.
+    several domains, is the caller's choice.
     """
     found = {
         "NCCL_RMA_PLUGIN": str(path()),
@@ -71,13 +59,9 @@ def environment(
         "NCCL_SYM_GIN_KERNELS_ENABLE": "0",
         "NCCL_NVLS_ENABLE": "0",
         "NCCL_RMA_PLUGIN_REF_COUNT": "1",
-        "MOECOMM_RMA": way,
     }
-    if secret is not None:
-        check_secret("secret", secret)
-        found["MOECOMM_JOB_SECRET"] = secret
-    if address is not None:
-        found["MOECOMM_RMA_ADDRESS"] = address
+    if job is not None:
+        found["MOECOMM_RMA_JOB"] = job
     if timeout_s is not None:
         found["MOECOMM_RMA_TIMEOUT_MS"] = str(max(1, round(timeout_s * 1000)))
     return found
@@ -107,27 +91,27 @@ def take_times() -> dict[str, int] | None:
     return {name: int(getattr(taken, name)) for name in ("since_ns", *SUMS)} if taken.on else None
 
 
-def watch(secret: str, abort_word: int) -> None:
+def watch(job: str, abort_word: int) -> None:
     """Store the abort word of a lost peer at an address, so that kernels that look there end their waits.  0: stop.
 
-    Applies to communicators with this secret.  While watched, puts to a lost peer are dropped, and NCCL's thread goes
-    on for the others.
+    Applies to communicators of this job: see environment().  While watched, puts to a lost peer are dropped, and
+    NCCL's thread goes on for the others.
     """
-    if _library().moecomm_rma_watch(secret.encode(), ctypes.c_void_p(abort_word or None)) != 0:
+    if _library().moecomm_rma_watch(job.encode(), ctypes.c_void_p(abort_word or None)) != 0:
         raise MemoryError
 
 
-def ignore(secret: str, rank: int, ignored: bool) -> None:
+def ignore(job: str, rank: int, ignored: bool) -> None:
     """Stop ending waits when this peer is lost; False: end them again."""
-    if _library().moecomm_rma_ignore(secret.encode(), rank, int(ignored)) != 0:
+    if _library().moecomm_rma_ignore(job.encode(), rank, int(ignored)) != 0:
         raise MemoryError
 
 
-def losses(secret: str) -> dict[int, str]:
+def losses(job: str) -> dict[int, str]:
     """Return the peers lost since watch(), with the plugin's reports.  This rank's number: a local failure."""
     text, found, numbers = ctypes.create_string_buffer(512), dict[int, str](), itertools.count()
     loss, size = _library().moecomm_rma_loss, ctypes.c_size_t(len(text))
-    while (rank := int(loss(secret.encode(), next(numbers), text, size))) >= 0:
+    while (rank := int(loss(job.encode(), next(numbers), text, size))) >= 0:
         found.setdefault(rank, text.value.decode(errors="replace"))  # the first report is the cause
     return found
 

@@ -28,7 +28,7 @@ RESULTS = Path(__file__).parents[1] / "bench" / "results"
 PARAMETERS = Path(simulate.__file__).parent / "h200.json"
 # One result of each table, plot and fit.
 SHOWN = (
-    *("cold-h200-2", "backends-h200-4", "latency-gin-tcp-h200-2", "latency-backends-h200-4", "all-to-all-h200-4"),
+    *("cold-h200-2", "backends-h200-4", "latency-backends-h200-4", "all-to-all-h200-4"),
     *("gemm-h100", "moe-mixtral-8x7b-h200-2", "overlap-matmul-all-to-all-h100-2", "all-gather-study-h100-2"),
     *("decode-h100-2", "training-h100-2", "deep-ep-layer-h100-4", "simulate", "simulate-check"),
     *("beside-h200-4", "host_vs_gloo", "virtual-ranks-h200", "peers-alone-h200"),

@@ -16,6 +16,7 @@ torch.distributed among them, have what NCCL read here first:
 
 from __future__ import annotations
 
+import secrets
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -124,7 +125,7 @@ class GinReach(Reach):
 
     backend = "gin"
     near = False
-    _watched: str | None = None  # the secret of our communicator, if our plugin may be asked about it
+    _watched: str | None = None  # the job of our communicator, if our plugin carries it
 
     def _connect(self, domain_ranks: int) -> None:
         ranks = self.ranks
@@ -133,10 +134,8 @@ class GinReach(Reach):
                 raise Unsupported(reason)
             if ranks.in_process:
                 raise Unsupported("ranks that are threads of one process; backend 'gin' wants a process a rank")
-        secret = ranks.all_gather(bytes.fromhex(rma_plugin.new_secret()))[0].hex()
-        self._variables = {} if nic.has_rdma() else rma_plugin.environment(secret)
-        # One that the user has set is that of other communicators, too.
-        self._watched = secret if self._variables and config.job_secret() is None else None
+        self._watched = None if nic.has_rdma() else secrets.token_hex(16)
+        self._variables = {} if self._watched is None else rma_plugin.environment(self._watched)
         if domain_ranks not in (0, ranks.ranks):
             self._variables["NCCL_LSA_TEAM_SIZE"] = str(domain_ranks)
         with config.variables(self._variables):

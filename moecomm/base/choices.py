@@ -28,7 +28,6 @@ CombineWire: TypeAlias = CombineWireName | torch.dtype  # of one call: "rows": n
 Overflow: TypeAlias = Literal["chunks", "drop", "error"]  # what becomes of rows that have no room
 Activation: TypeAlias = Literal["swiglu", "geglu", "geglu_tanh", "swigluoai", "swiglustep"]
 GateKind: TypeAlias = Literal["softmax", "sigmoid"]
-PluginWay: TypeAlias = Literal["auto", "loopback", "tcp"]
 
 
 WIRES = {"exact": torch.float32, "fp8": torch.float8_e4m3fn, "int8": torch.int8}  # the dtypes of the words

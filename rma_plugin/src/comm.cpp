@@ -11,7 +11,6 @@ namespace moecomm::rma {
 namespace {
 
 constexpr auto kLongestCopy = std::chrono::seconds(2);  // wait for open copies before memory is given back
-constexpr auto kLongestBye = std::chrono::milliseconds(200);
 constexpr uint64_t kMostShadow = 64 * 1024 * 1024;
 
 }  // namespace
@@ -22,26 +21,23 @@ Comm::Comm(std::vector<Channel> channels, int me, const Settings& settings, std:
       gpu_(std::move(gpu)),
       channels_(std::move(channels)),
       signals_(gpu_, registry_),
-      copies_(gpu_),
       peers_(channels_.size()),
-      epoll_(::epoll_create1(EPOLL_CLOEXEC)),
-      readable_(channels_.size(), 0) {
+      epoll_(::epoll_create1(EPOLL_CLOEXEC)) {
     if (!epoll_.open()) throw Failure(Fault::kSystem, "epoll_create1");
     // Create all streams, events and pinned memory here. Later, a kernel may run that waits for this plugin, and creating them may wait for
     // the kernel.
     for (int rank = 0; rank < static_cast<int>(peers_.size()); ++rank) {
         Peer& peer = peers_[rank];
         Channel& channel = channels_[rank];
-        if (rank == me_ || channel.route == Route::kLocal) peer.direct = std::make_unique<DirectPath>(gpu_, rank == me_);
+        peer.direct = std::make_unique<DirectPath>(gpu_, rank == me_);
         if (rank == me_) continue;
-        peer.link = std::make_unique<Link>(std::move(channel.data), rank, gpu_, copies_, registry_, signals_, settings_.timeout);
+        peer.socket = channel.socket.get();
         peer.to = std::move(channel.to);
         peer.from = std::move(channel.from);
         epoll_event event{};
-        event.events = EPOLLIN | EPOLLRDHUP;
+        event.events = EPOLLRDHUP | EPOLLET;  // only whether the connection has ended, and once
         event.data.u32 = static_cast<uint32_t>(rank);
-        if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, peer.link->socket(), &event) != 0) throw Failure(Fault::kSystem, "epoll_ctl");
-        peer.watched = true;
+        if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, peer.socket, &event) != 0) throw Failure(Fault::kSystem, "epoll_ctl");
     }
 }
 
@@ -49,13 +45,8 @@ Comm::Comm(std::vector<Channel> channels, int me, const Settings& settings, std:
 Comm::~Comm() {
     try {
         const InContext in_context(gpu_.get());
-        const Deadline deadline = Clock::now() + kLongestBye;
-        for (Peer& peer : peers_) {
-            if (peer.link == nullptr || peer.failure.has_value()) continue;
-            try {
-                peer.link->say_bye(deadline);
-            } catch (const Failure&) {  // the peer has left first
-            }
+        for (const Peer& peer : peers_) {
+            if (peer.to != nullptr && !peer.failure.has_value()) peer.to->leave();
         }
         wait_for_copies();
         for (const auto& region : retired_regions_) unmap(*region, gpu_.get());
@@ -147,11 +138,8 @@ void Comm::remove_context(Context* context) {
 }
 
 std::vector<std::pair<CopyStream*, Ticket>> Comm::open_copies() {
-    std::vector<std::pair<CopyStream*, Ticket>> open;
-    for (CopyStream* stream : {&signals_.stream(), &copies_.out, &copies_.in}) open.emplace_back(stream, stream->last());
-    for (Peer& peer : peers_) {
-        if (peer.direct != nullptr) open.emplace_back(&peer.direct->stream(), peer.direct->stream().last());
-    }
+    std::vector<std::pair<CopyStream*, Ticket>> open{{&signals_.stream(), signals_.stream().last()}};
+    for (Peer& peer : peers_) open.emplace_back(&peer.direct->stream(), peer.direct->stream().last());
     return open;
 }
 

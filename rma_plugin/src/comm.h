@@ -10,7 +10,8 @@
 
 #include "direct.h"
 #include "exchange.h"
-#include "link.h"
+#include "settings.h"
+#include "signals.h"
 
 namespace moecomm::rma {
 
@@ -64,15 +65,16 @@ class Comm {
 
   private:
     struct Peer {
-        std::unique_ptr<Link> link;          // null: this rank
-        std::unique_ptr<DirectPath> direct;  // null: another host
-        std::unique_ptr<Mailbox> to, from;
-        std::vector<Lane*> lanes;  // those with requests
+        int socket = -1;  // of its channel; closed for this rank itself
+        std::unique_ptr<DirectPath> direct;
+        std::unique_ptr<Mailbox> to, from;  // null for this rank itself
+        std::vector<Lane*> lanes;           // those with requests
         std::optional<Failure> failure;
         bool dropped = false;                         // failed while watched: puts to it complete without effect
         std::optional<Clock::time_point> full_since;  // since when the mailbox `to` is full
         size_t open = 0;                              // open requests
-        bool watched = false;                         // by epoll_
+        bool left = false;                            // has closed the communicator
+        bool hung_up = false;                         // its connection has ended
     };
 
     void check_peer(int peer) const;
@@ -80,11 +82,10 @@ class Comm {
     void submit(Request& request, Context& context, int number);
     void close_request(Request& request);
     bool progress_all();  // with mutex_ held; true if a signal was written here or a timed operation ended
-    void progress_peer(int rank, bool readable, Clock::time_point now);
+    void progress_peer(int rank, Clock::time_point now);
     void progress_lane(Peer& peer, Lane& lane, Clock::time_point now);
     bool raise(Peer& peer, Request& request, Clock::time_point now);
     void fail(int rank, Failure failure);
-    void unwatch(Peer& peer);
     void wait_for_copies();
     std::vector<std::pair<CopyStream*, Ticket>> open_copies();
 
@@ -93,15 +94,13 @@ class Comm {
     const std::shared_ptr<Gpu> gpu_;
 
     std::mutex control_;
-    std::vector<Channel> channels_;  // their control connections
+    std::vector<Channel> channels_;
 
     std::mutex mutex_;
     Registry registry_;
     Signals signals_;
-    Link::Shared copies_;
     std::vector<Peer> peers_;
     Descriptor epoll_;
-    std::vector<char> readable_;
     std::vector<std::unique_ptr<Context>> contexts_, retired_contexts_;
     std::vector<std::shared_ptr<Region>> retired_regions_;  // mappings that may still be in use
     std::deque<Request> requests_;

@@ -1,4 +1,5 @@
 #include <sys/epoll.h>
+#include <sys/socket.h>
 
 #include <algorithm>
 
@@ -30,6 +31,14 @@ Request& Comm::open_request(Context& context, int number, int peer, Request::Kin
         if (!fits(move.local_at, move.bytes, local->bytes)) throw Failure(Fault::kOutOfRange, "beyond the end of a region of this rank");
         if (!fits(move.remote_at, move.bytes, remote->remote[peer].bytes)) {
             throw Failure(Fault::kOutOfRange, "beyond the end of a region of " + rank_name(peer));
+        }
+        if (remote->remote[peer].at == nullptr) {
+            throw Failure(Fault::kUnsupported,
+                          "memory of " + rank_name(peer) + " that is not one allocation of CUDA VMM with a descriptor");
+        }
+        // A GPU copies asynchronously between its own memory and mapped memory, but not from pageable host memory.
+        if (peer != me_ && !local->on_gpu && (kind == Request::Kind::kGet || move.bytes > DirectPath::kInlineBytes)) {
+            throw Failure(Fault::kUnsupported, "host memory of this rank, for more than an inline value");
         }
     }
     if (peers_[peer].open >= kMostOpen) throw Failure(Fault::kQueueFull, rank_name(peer) + " has too many operations open");
@@ -101,13 +110,8 @@ Request* Comm::flush() {
 // Errors of the peer are kept with the peer and reported by test(), because the request exists.
 void Comm::submit(Request& request, Context& context, int number) try {
     Peer& peer = peers_[request.peer];
-    const bool own_signals = peer.direct != nullptr;  // otherwise signals travel after the bytes on the link
-    if (peer.direct != nullptr && peer.direct->carries(request)) {
-        peer.direct->push(request);
-    } else {
-        peer.link->push(request, !own_signals);
-    }
-    if (!own_signals || request.kind == Request::Kind::kGet) return;
+    peer.direct->push(request);
+    if (request.kind == Request::Kind::kGet) return;
     Lane& lane = context.lanes[static_cast<size_t>(number) * peers_.size() + static_cast<size_t>(request.peer)];
     ++request.held;
     lane.requests.push_back(&request);
@@ -167,10 +171,9 @@ bool Comm::progress_all() {
     const Clock::time_point now = progressed_ = Clock::now();
     epoll_event events[64];
     const int ready = ::epoll_wait(epoll_.get(), events, 64, 0);
-    for (int i = 0; i < ready; ++i) readable_[events[i].data.u32] = 1;
+    for (int i = 0; i < ready; ++i) peers_[events[i].data.u32].hung_up = true;
     for (int rank = 0; rank < static_cast<int>(peers_.size()); ++rank) {
-        if (!peers_[rank].failure.has_value()) progress_peer(rank, readable_[rank] != 0, now);
-        readable_[rank] = 0;
+        if (!peers_[rank].failure.has_value()) progress_peer(rank, now);
     }
     try {
         wrote = signals_.progress();
@@ -191,27 +194,17 @@ bool Comm::progress_all() {
     return wrote || timed_.ended != ended;
 }
 
-void Comm::progress_peer(int rank, bool readable, Clock::time_point now) try {
+void Comm::progress_peer(int rank, Clock::time_point now) try {
     Peer& peer = peers_[rank];
     if (peer.from != nullptr) {
+        peer.left = peer.from->left();
         Mail mail{};
         for (int i = 0; i < kMailATurn && signals_.room() && peer.from->take(mail, rank); ++i) {
             signals_.add(mail.region, mail.at, mail.value, rank);
         }
+        if (peer.hung_up && !peer.from->left()) throw Failure(Fault::kPeerLost, "the connection to " + rank_name(rank) + " was closed");
     }
-    if (peer.direct != nullptr) peer.direct->progress();
-    if (peer.link != nullptr) {
-        Link& link = *peer.link;
-        if (!link.closed() && (readable || link.has_to_settle())) link.receive();
-        if (!link.closed() && link.has_to_send()) link.send();
-        if (link.closed() && link.has_to_settle()) link.receive();
-        if (link.closed()) {
-            unwatch(peer);
-            if (link.unfinished() > 0) throw Failure(Fault::kPeerClosed, rank_name(rank) + " has closed the communicator");
-        } else {
-            link.check_patience(now);
-        }
-    }
+    peer.direct->progress();
     for (size_t i = 0; i < peer.lanes.size();) {
         Lane& lane = *peer.lanes[i];
         progress_lane(peer, lane, now);
@@ -241,7 +234,7 @@ bool Comm::raise(Peer& peer, Request& request, Clock::time_point now) {
         if (!signals_.room()) return false;
         signals_.add(request.signal->id, request.signal_at, request.signal_value, me_);
     } else {
-        if (peer.link->closed()) throw Failure(Fault::kPeerClosed, rank_name(request.peer) + " has closed the communicator");
+        if (peer.left) throw Failure(Fault::kPeerClosed, rank_name(request.peer) + " has closed the communicator");
         if (!peer.to->post({request.signal_at, request.signal_value, request.signal->id, 0}, request.peer)) {
             if (!peer.full_since.has_value()) peer.full_since = now;
             if (now - *peer.full_since > settings_.timeout) {
@@ -265,15 +258,9 @@ void Comm::fail(int rank, Failure failure) {
     // A CUDA error is of this rank, whichever peer it came up with. A get can't be dropped: its reader would take what was there before.
     const bool own = rank == me_ || failure.fault() == Fault::kCuda;
     const bool gets = std::any_of(gets_.begin(), gets_.end(), [&](const Request* get) { return get->peer == rank && !get->moved; });
-    peer.dropped = losses::tell(settings_.secret, me_, own ? me_ : rank, failure.what()) && !own && !gets;
+    peer.dropped = losses::tell(settings_.job, me_, own ? me_ : rank, failure.what()) && !own && !gets;
     if (!peer.dropped && !first_failure_.has_value()) first_failure_ = failure;
-    unwatch(peer);
-    if (peer.link != nullptr) peer.link->shut();
-}
-
-void Comm::unwatch(Peer& peer) {
-    if (peer.watched) ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, peer.link->socket(), nullptr);
-    peer.watched = false;
+    if (peer.socket >= 0) ::shutdown(peer.socket, SHUT_RDWR);  // not closed, because another thread may wait on it
 }
 
 }  // namespace moecomm::rma

@@ -17,14 +17,6 @@ DirectPath::DirectPath(std::shared_ptr<Gpu> gpu, bool to_ourselves)
       bounce_(gpu, to_ourselves ? kBounceBytes : 1),
       to_ourselves_(to_ourselves) {}
 
-// True if this path carries the request. A GPU copies asynchronously between its own memory and mapped memory, but not from pageable host
-// memory: of that, only an inline value goes this way, through pinned memory.
-bool DirectPath::carries(const Request& request) const {
-    if (to_ourselves_ || request.bytes == 0) return true;
-    if (request.remote->remote[request.peer].at == nullptr) return false;
-    return request.local->on_gpu || (request.kind == Request::Kind::kPut && request.bytes <= kInlineBytes);
-}
-
 void DirectPath::push(Request& request) {
     ++request.held;
     waiting_.push_back(&request);

@@ -9,14 +9,12 @@ namespace moecomm::rma {
 
 class DirectPath {
   public:
-    static constexpr uint64_t kInlineBytes = 16;  // largest put from host memory; NCCL's inline values have up to 8 bytes
+    static constexpr uint64_t kInlineBytes = 16;  // largest put from host memory to a peer; NCCL's inline values have up to 8
 
     explicit DirectPath(std::shared_ptr<Gpu> gpu, bool to_ourselves);
 
-    bool carries(const Request& request) const;
     void push(Request& request);
     void progress();
-    size_t unfinished() const { return waiting_.size() + copying_.size(); }
     CopyStream& stream() { return stream_; }
 
   private:

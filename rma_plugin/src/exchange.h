@@ -1,4 +1,4 @@
-// Collective registration of memory: every rank announces its region to all others and exports it to the ranks of its host.
+// Collective registration of memory: every rank announces its region to all others and gives them its memory.
 #pragma once
 #include <vector>
 
@@ -7,7 +7,7 @@
 
 namespace moecomm::rma {
 
-// Fill region.remote for all ranks but `me`. Waits for the other ranks on the control connections. Throws Failure.
+// Fill region.remote for all ranks but `me`. Waits for the other ranks on their channels. Throws Failure.
 void exchange(Region& region, std::vector<Channel>& channels, int me, Gpu* gpu, Deadline deadline);
 
 void unmap(Region& region, Gpu* gpu);  // undo the mappings of exchange

@@ -12,9 +12,7 @@ enum class Fault {
     kPeerSilent,     // the peer took and sent nothing for longer than the timeout
     kPeerClosed,     // the peer closed the communicator with operations open
     kPeerLied,       // the peer broke the protocol
-    kBadChecksum,    // data from the peer arrived damaged
-    kWrongSecret,    // the peer does not know the job's secret
-    kNotReachable,   // no route to the peer
+    kNotReachable,   // the peer is on another host, or its memory cannot be mapped
     kConnectFailed,  // the peer did not connect, or did not accept, in time
     kOutOfRange,     // an offset or a length beyond a registered region
     kBadHandle,      // a handle that this communicator has not registered
@@ -34,10 +32,6 @@ inline const char* name_of(Fault fault) {
             return "PeerClosed";
         case Fault::kPeerLied:
             return "PeerLied";
-        case Fault::kBadChecksum:
-            return "BadChecksum";
-        case Fault::kWrongSecret:
-            return "WrongSecret";
         case Fault::kNotReachable:
             return "NotReachable";
         case Fault::kConnectFailed:

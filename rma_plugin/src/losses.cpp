@@ -31,18 +31,18 @@ std::map<std::string, Job>& jobs() {
 
 }  // namespace
 
-void watch(const std::string& secret, uint32_t* word) {
+void watch(const std::string& job, uint32_t* word) {
     const std::lock_guard<std::mutex> lock(mutex);
     if (word != nullptr) {
-        jobs()[secret] = {word, {}, {}};
+        jobs()[job] = {word, {}, {}};
     } else {
-        jobs().erase(secret);
+        jobs().erase(job);
     }
 }
 
-void ignore(const std::string& secret, int rank, bool ignored) {
+void ignore(const std::string& job, int rank, bool ignored) {
     const std::lock_guard<std::mutex> lock(mutex);
-    const auto found = jobs().find(secret);
+    const auto found = jobs().find(job);
     if (found == jobs().end()) return;
     if (ignored) {
         found->second.ignored.insert(rank);
@@ -51,20 +51,20 @@ void ignore(const std::string& secret, int rank, bool ignored) {
     }
 }
 
-bool tell(const std::string& secret, int own_rank, int rank, const std::string& what) {
+bool tell(const std::string& job, int own_rank, int rank, const std::string& what) {
     const std::lock_guard<std::mutex> lock(mutex);
-    const auto found = jobs().find(secret);
+    const auto found = jobs().find(job);
     if (found == jobs().end()) return false;
-    Job& job = found->second;
-    job.losses.push_back({rank, what});
+    Job& watched = found->second;
+    watched.losses.push_back({rank, what});
     const auto cause = rank == own_rank ? moecomm::Failure::aborted : moecomm::Failure::peer_lost;
-    if (job.ignored.count(rank) == 0) compare_exchange(job.word, 0, abort_word(cause, rank));
+    if (watched.ignored.count(rank) == 0) compare_exchange(watched.word, 0, abort_word(cause, rank));
     return true;
 }
 
-int nth(const std::string& secret, int number, char* text, size_t bytes) {
+int nth(const std::string& job, int number, char* text, size_t bytes) {
     const std::lock_guard<std::mutex> lock(mutex);
-    const auto found = jobs().find(secret);
+    const auto found = jobs().find(job);
     if (found == jobs().end() || number < 0 || static_cast<size_t>(number) >= found->second.losses.size() || bytes == 0) return -1;
     const Loss& loss = found->second.losses[static_cast<size_t>(number)];
     const size_t length = std::min(loss.text.size(), bytes - 1);

@@ -15,6 +15,7 @@ namespace moecomm::rma {
 struct Mailbox::Shared {
     alignas(128) std::atomic<uint64_t> posted;
     alignas(128) std::atomic<uint64_t> taken;
+    alignas(128) std::atomic<uint64_t> left;
     alignas(128) Mail mail[kPlaces];
 };
 
@@ -75,5 +76,9 @@ bool Mailbox::take(Mail& mail, int writer) {
     shared_->taken.store(++place_, std::memory_order_release);
     return true;
 }
+
+void Mailbox::leave() { shared_->left.store(1, std::memory_order_release); }
+
+bool Mailbox::left() const { return shared_->left.load(std::memory_order_acquire) != 0; }
 
 }  // namespace moecomm::rma

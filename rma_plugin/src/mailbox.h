@@ -32,6 +32,9 @@ class Mailbox {
     bool post(const Mail& mail, int reader);  // false: full
     bool take(Mail& mail, int writer);        // false: empty
 
+    void leave();       // the writer: no mail follows, in good order
+    bool left() const;  // the reader: the writer has left; all its mail is there
+
   private:
     struct Shared;
     void map(int fd);

@@ -1,8 +1,9 @@
 #include "mesh.h"
 
 #include <poll.h>
+#include <sys/socket.h>
 
-#include <algorithm>
+#include <cerrno>
 #include <cstring>
 
 #include "failure.h"
@@ -12,38 +13,24 @@
 namespace moecomm::rma {
 namespace {
 
-constexpr size_t kMostReceptions = 4096;  // at once; further connections wait until one of these is accepted or refused
-
-std::string text_of(const char* name, size_t bytes) { return std::string(name, ::strnlen(name, bytes)); }
-
-void connect_out(Channel& channel, const Address& address, const Identity& identity, int to, std::chrono::milliseconds timeout,
-                 Deadline deadline) {
-    for (const Purpose purpose : {Purpose::kControl, Purpose::kData}) {
-        Descriptor& socket = purpose == Purpose::kControl ? channel.control : channel.data;
-        if (channel.route == Route::kLocal) {
-            socket = connect_local(text_of(address.name, sizeof address.name), deadline);
-            if (!runtime::same_user(socket.get())) throw Failure(Fault::kWrongSecret, "it belongs to another user");
-        } else {
-            socket = connect_tcp({address.tcp_address, address.tcp_port}, deadline);
-            tune_tcp(socket.get(), timeout);
-        }
-        introduce(socket.get(), identity, to, purpose, deadline);
-    }
+Descriptor connect_out(const Address& address, int me, Deadline deadline) {
+    Descriptor socket = connect_to(std::string(address.name, ::strnlen(address.name, sizeof address.name)), deadline);
+    if (!runtime::same_user(socket.get())) throw Failure(Fault::kNotReachable, "it belongs to another user");
+    Hello hello{kHelloMagic, me, {}};
+    std::memcpy(hello.token, address.token, sizeof hello.token);
+    send_message(socket.get(), &hello, sizeof hello, deadline);
+    return socket;
 }
 
 // Accept connections of higher ranks, which come in any order, and refuse strangers.
 class Door {
   public:
-    Door(const Listener& listener, const Identity& identity, std::vector<Channel>& channels, std::chrono::milliseconds timeout)
-        : listener_(listener), identity_(identity), channels_(channels), timeout_(timeout) {
-        missing_ = 2 * (identity.ranks - 1 - identity.me);
-    }
+    Door(const Listener& listener, int me, std::vector<Channel>& channels)
+        : listener_(listener), me_(me), channels_(channels), missing_(static_cast<int>(channels.size()) - 1 - me) {}
 
     void wait(Deadline deadline) {
         while (missing_ > 0) {
-            no_room_ = "";
-            accept(listener_.local, true);
-            accept(listener_.tcp, false);
+            accept_all();
             attend();
             if (missing_ > 0 && Clock::now() >= deadline) throw Failure(Fault::kConnectFailed, who_is_missing());
             if (missing_ > 0) sleep();
@@ -51,120 +38,101 @@ class Door {
     }
 
   private:
-    struct Guest {
-        Reception reception;
-        bool local;
-    };
-
-    void accept(const Descriptor& listener, bool local) {
-        if (!listener.open()) return;
-        while (guests_.size() < kMostReceptions) {
-            Accepted accepted = accept_from(listener.get());
-            if (accepted.no_room != nullptr) no_room_ = accepted.no_room;
-            if (!accepted.socket.open()) return;
-            if (local && !runtime::same_user(accepted.socket.get())) continue;
-            if (!local) tune_tcp(accepted.socket.get(), timeout_);
-            guests_.push_back({Reception(std::move(accepted.socket)), local});
+    void accept_all() {
+        no_room_ = "";
+        for (;;) {
+            Descriptor guest(::accept4(listener_.socket.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+            if (!guest.open()) break;
+            if (runtime::same_user(guest.get())) guests_.push_back(std::move(guest));
         }
+        if (errno != EAGAIN && errno != EINTR && errno != ECONNABORTED) no_room_ = std::strerror(errno);
     }
 
     void attend() {
         for (size_t i = 0; i < guests_.size();) {
-            const Reception::State state = guests_[i].reception.step(identity_);
-            if (state == Reception::State::kWaiting) {
+            Hello hello{};
+            const ssize_t got = ::recv(guests_[i].get(), &hello, sizeof hello, MSG_TRUNC);  // returns the true length
+            if (got < 0 && (errno == EAGAIN || errno == EINTR)) {
                 ++i;
                 continue;
             }
-            if (state == Reception::State::kAccepted) seat(guests_[i]);
-            if (state == Reception::State::kRefused) {
+            if (got == sizeof hello && is_missing(hello)) {
+                channels_[hello.from].socket = std::move(guests_[i]);
+                --missing_;
+            } else {
                 ++refused_;
-                last_refusal_ = guests_[i].reception.why;
-                warn(std::string("a connection was refused: ") + last_refusal_);
+                warn("a connection was refused: it is no rank that is missing");
             }
-            if (i + 1 < guests_.size()) guests_[i] = std::move(guests_.back());  // unordered, because thousands may be refused at once
+            guests_[i] = std::move(guests_.back());
             guests_.pop_back();
         }
     }
 
-    void seat(Guest& guest) {
-        Channel& channel = channels_[guest.reception.hello.from];
-        Descriptor& place = guest.reception.hello.purpose == 0 ? channel.control : channel.data;
-        const bool expected = static_cast<int>(guest.reception.hello.from) > identity_.me;
-        if (!expected || place.open() || guest.local != (channel.route == Route::kLocal)) return;
-        place = std::move(guest.reception.socket);
-        --missing_;
+    bool is_missing(const Hello& hello) const {
+        return hello.magic == kHelloMagic && std::memcmp(hello.token, listener_.address.token, sizeof hello.token) == 0 &&
+               hello.from > me_ && hello.from < static_cast<int>(channels_.size()) && !channels_[hello.from].socket.open();
     }
 
     void sleep() {
         std::vector<pollfd> all;
         // Without room, a connection that waits to be accepted would wake poll at once, for nothing.
-        const bool room = guests_.size() < kMostReceptions && no_room_.empty();
-        if (room && listener_.local.open()) all.push_back({listener_.local.get(), POLLIN, 0});
-        if (room && listener_.tcp.open()) all.push_back({listener_.tcp.get(), POLLIN, 0});
-        for (const Guest& guest : guests_) all.push_back({guest.reception.socket.get(), POLLIN, 0});
+        if (no_room_.empty()) all.push_back({listener_.socket.get(), POLLIN, 0});
+        for (const Descriptor& guest : guests_) all.push_back({guest.get(), POLLIN, 0});
         ::poll(all.data(), all.size(), 20);
     }
 
     std::string who_is_missing() const {
         std::string text;
-        for (int rank = identity_.me + 1; rank < identity_.ranks; ++rank) {
-            if (channels_[rank].control.open() && channels_[rank].data.open()) continue;
-            text += (text.empty() ? "" : ", ") + rank_name(rank);
+        for (int rank = me_ + 1; rank < static_cast<int>(channels_.size()); ++rank) {
+            if (!channels_[rank].socket.open()) text += (text.empty() ? "" : ", ") + rank_name(rank);
         }
         text += " did not connect in time";
         if (!no_room_.empty()) text += "; this process can accept no connection: " + no_room_;
-        if (refused_ > 0) text += "; " + std::to_string(refused_) + " connection(s) were refused, the last because " + last_refusal_;
+        if (refused_ > 0) text += "; " + std::to_string(refused_) + " connection(s) were refused";
         return text;
     }
 
     const Listener& listener_;
-    const Identity& identity_;
+    const int me_;
     std::vector<Channel>& channels_;
-    std::chrono::milliseconds timeout_;
-    std::vector<Guest> guests_;
-    int missing_ = 0, refused_ = 0;
+    std::vector<Descriptor> guests_;  // they have not said yet who they are
+    int missing_, refused_ = 0;
     std::string no_room_;  // why the last pass could accept no more
-    const char* last_refusal_ = "";
 };
 
-// Each rank creates the mailbox that it reads, and gives it to the writer.
-void exchange_mailboxes(std::vector<Channel>& channels, Deadline deadline) {
-    const char greeting = 'm';
-    for (Channel& channel : channels) {
-        if (!channel.control.open() || channel.route != Route::kLocal) continue;
-        channel.from = std::make_unique<Mailbox>();
-        const Descriptor fd = channel.from->create();
-        send_all(channel.control.get(), &greeting, 1, deadline, fd.get());
-    }
-    for (size_t rank = 0; rank < channels.size(); ++rank) {
-        Channel& channel = channels[rank];
-        if (!channel.control.open() || channel.route != Route::kLocal) continue;
-        char got = 0;
-        const std::vector<Descriptor> came = receive_all(channel.control.get(), &got, 1, deadline);
-        if (got != greeting || came.size() != 1) throw Failure(Fault::kPeerLied, rank_name(static_cast<int>(rank)) + " sent no mailbox");
-        channel.to = std::make_unique<Mailbox>();
-        channel.to->open(came[0].get());
+// Call `body` for each channel; a failure names the rank.
+template <class Body>
+void for_each(std::vector<Channel>& channels, int begin, int end, int me, const Body& body) {
+    for (int rank = begin; rank < end; ++rank) {
+        if (rank == me) continue;
+        try {
+            body(channels[rank], rank);
+        } catch (const Failure& failure) {
+            throw Failure(failure.fault(), rank_name(rank) + ": " + failure.text());
+        }
     }
 }
 
 }  // namespace
 
-std::vector<Channel> connect_all(const Listener& listener, const std::vector<Address>& addresses, const Identity& identity,
-                                 std::chrono::milliseconds timeout) {
-    const Deadline deadline = Clock::now() + timeout;
+std::vector<Channel> connect_all(const Listener& listener, const std::vector<Address>& addresses, int me, Deadline deadline) {
+    const int ranks = static_cast<int>(addresses.size());
     std::vector<Channel> channels(addresses.size());
-    for (int rank = 0; rank < identity.ranks; ++rank) {
-        if (rank != identity.me) channels[rank].route = route_between(listener.address, addresses[rank], rank);
-    }
-    for (int rank = 0; rank < identity.me; ++rank) {
-        try {
-            connect_out(channels[rank], addresses[rank], identity, rank, timeout, deadline);
-        } catch (const Failure& failure) {
-            throw Failure(failure.fault(), rank_name(rank) + ": " + failure.text());
-        }
-    }
-    Door(listener, identity, channels, timeout).wait(deadline);
-    exchange_mailboxes(channels, deadline);
+    for (int rank = 0; rank < ranks; ++rank) check_reachable(listener.address, addresses[rank], rank);
+    for_each(channels, 0, me, me, [&](Channel& channel, int rank) { channel.socket = connect_out(addresses[rank], me, deadline); });
+    Door(listener, me, channels).wait(deadline);
+    // Each rank creates the mailbox that it reads, and gives it to the writer.
+    char greeting = 'm';
+    for_each(channels, 0, ranks, me, [&](Channel& channel, int) {
+        channel.from = std::make_unique<Mailbox>();
+        send_message(channel.socket.get(), &greeting, 1, deadline, channel.from->create().get());
+    });
+    for_each(channels, 0, ranks, me, [&](Channel& channel, int) {
+        const Descriptor fd = receive_message(channel.socket.get(), &greeting, 1, deadline);
+        if (greeting != 'm' || !fd.open()) throw Failure(Fault::kPeerLied, "it sent no mailbox");
+        channel.to = std::make_unique<Mailbox>();
+        channel.to->open(fd.get());
+    });
     return channels;
 }
 

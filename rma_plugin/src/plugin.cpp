@@ -2,18 +2,12 @@
 #include <cstring>
 #include <new>
 
-#include "address.h"
 #include "comm.h"
 #include "log.h"
 #include "losses.h"
 
 namespace moecomm::rma {
 namespace {
-
-struct Instance {  // one communicator; NCCL creates one for RMA and one for GIN
-    uint64_t comm_id;
-    Settings settings;
-};
 
 template <class Body>
 abi::Result guarded(const Body& body) {
@@ -25,20 +19,22 @@ abi::Result guarded(const Body& body) {
         return failure.result();
     } catch (const std::exception& error) {
         warn(error.what());
-        return abi::kInternalError;
+        return abi::kSystemError;
     }
 }
 
-abi::Result init(void** context, uint64_t comm_id, abi::Logger logger) {
+// A context of NCCL's is the settings; NCCL makes one for RMA and one for GIN.
+abi::Result init(void** context, uint64_t, abi::Logger logger) {
     set_logger(logger);
     return guarded([&] {
-        *context = new Instance{comm_id, read_settings()};
-        if (static_cast<Instance*>(*context)->settings.times) times::enable();
+        const Settings settings = read_settings();
+        *context = new Settings(settings);
+        if (settings.times) times::enable();
     });
 }
 
 abi::Result finalize(void* context) {
-    delete static_cast<Instance*>(context);
+    delete static_cast<Settings*>(context);
     return abi::kSuccess;
 }
 
@@ -68,9 +64,9 @@ abi::Result rma_properties(void*, abi::RmaProperties* to) {
     return abi::kSuccess;
 }
 
-abi::Result listen(void* context, int, void* handle, void** listener) {
+abi::Result listen(void*, int, void* handle, void** listener) {
     return guarded([&] {
-        auto made = std::make_unique<Listener>(listen_everywhere(static_cast<Instance*>(context)->settings));
+        auto made = std::make_unique<Listener>(listen_here());
         std::memcpy(handle, &made->address, sizeof made->address);
         *listener = made.release();
     });
@@ -83,14 +79,13 @@ abi::Result close_listen(void* listener) {
 
 abi::Result connect(void* context, void** handles, int ranks, int rank, void* listener, void** comm) {
     return guarded([&] {
-        const auto& instance = *static_cast<Instance*>(context);
+        const auto& settings = *static_cast<Settings*>(context);
         std::vector<Address> addresses(static_cast<size_t>(ranks));
         for (int i = 0; i < ranks; ++i) std::memcpy(&addresses[i], handles[i], sizeof(Address));
-        const Identity identity{instance.settings.secret, instance.comm_id, ranks, rank};
         const std::shared_ptr<Gpu> gpu = Gpu::current();  // outlives in_context
         const InContext in_context(gpu.get());
-        auto channels = connect_all(*static_cast<Listener*>(listener), addresses, identity, instance.settings.timeout);
-        *comm = new Comm(std::move(channels), rank, instance.settings, gpu);
+        auto channels = connect_all(*static_cast<Listener*>(listener), addresses, rank, Clock::now() + settings.timeout);
+        *comm = new Comm(std::move(channels), rank, settings, gpu);
     });
 }
 
@@ -190,20 +185,18 @@ abi::Result iget_16(void* rma, int number, uint64_t remote, void* remote_region,
 MOECOMM_EXPORT int moecomm_rma_take_times(moecomm::rma::times::Taken* to);
 int moecomm_rma_take_times(moecomm::rma::times::Taken* to) { return moecomm::rma::times::take(to); }
 
-MOECOMM_EXPORT int moecomm_rma_watch(const char* secret, uint32_t* word);
-int moecomm_rma_watch(const char* secret, uint32_t* word) {
-    return moecomm::rma::guarded([&] { moecomm::rma::losses::watch(secret, word); });
+MOECOMM_EXPORT int moecomm_rma_watch(const char* job, uint32_t* word);
+int moecomm_rma_watch(const char* job, uint32_t* word) {
+    return moecomm::rma::guarded([&] { moecomm::rma::losses::watch(job, word); });
 }
 
-MOECOMM_EXPORT int moecomm_rma_ignore(const char* secret, int rank, int ignored);
-int moecomm_rma_ignore(const char* secret, int rank, int ignored) {
-    return moecomm::rma::guarded([&] { moecomm::rma::losses::ignore(secret, rank, ignored != 0); });
+MOECOMM_EXPORT int moecomm_rma_ignore(const char* job, int rank, int ignored);
+int moecomm_rma_ignore(const char* job, int rank, int ignored) {
+    return moecomm::rma::guarded([&] { moecomm::rma::losses::ignore(job, rank, ignored != 0); });
 }
 
-MOECOMM_EXPORT int moecomm_rma_loss(const char* secret, int number, char* text, size_t bytes);
-int moecomm_rma_loss(const char* secret, int number, char* text, size_t bytes) {
-    return moecomm::rma::losses::nth(secret, number, text, bytes);
-}
+MOECOMM_EXPORT int moecomm_rma_loss(const char* job, int number, char* text, size_t bytes);
+int moecomm_rma_loss(const char* job, int number, char* text, size_t bytes) { return moecomm::rma::losses::nth(job, number, text, bytes); }
 
 // regMrSymDmaBuf is null: NCCL calls it only for multi-segment windows with a dma-buf, which properties() does not offer.
 MOECOMM_EXPORT const moecomm::rma::abi::RmaV14 ncclRmaPlugin_v14;

@@ -11,7 +11,7 @@ namespace moecomm::rma {
 
 struct Remote {
     uint64_t bytes = 0;
-    char* at = nullptr;      // its address in this process; null: reachable only through the link
+    char* at = nullptr;      // its address in this process; null: not mapped
     char* mapped = nullptr;  // the mapped allocation, if there is one
     size_t mapped_bytes = 0;
 };

@@ -16,20 +16,7 @@ std::string variable(const char* name) {
 
 Settings read_settings() {
     Settings settings;
-    const std::string way = variable("MOECOMM_RMA");
-    if (way == "loopback") {
-        settings.way = Way::kLoopback;
-    } else if (way == "tcp") {
-        settings.way = Way::kTcp;
-    } else if (!way.empty() && way != "auto") {
-        throw Failure(Fault::kUnsupported, "MOECOMM_RMA=" + way + ": want auto, loopback or tcp");
-    }
-    settings.secret = variable("MOECOMM_JOB_SECRET");
-    if (!settings.secret.empty() && settings.secret.size() < kShortestSecret) {
-        throw Failure(Fault::kUnsupported, "MOECOMM_JOB_SECRET has " + std::to_string(settings.secret.size()) + " bytes: want at least " +
-                                               std::to_string(kShortestSecret));
-    }
-    settings.address = variable("MOECOMM_RMA_ADDRESS");
+    settings.job = variable("MOECOMM_RMA_JOB");
     const std::string timeout = variable("MOECOMM_RMA_TIMEOUT_MS");
     if (!timeout.empty()) {
         char* end = nullptr;

@@ -208,12 +208,12 @@ def test_nccl_is_told_of_the_plugin_for_as_long_as_it_looks(monkeypatch: pytest.
     reach().open_window(layout_of(0))
     assert len(nccl.environments) == 2 and dict(os.environ) == before
     for environment in nccl.environments:
-        assert environment["NCCL_RMA_PLUGIN"] == "/plugin.so" and len(environment["MOECOMM_JOB_SECRET"]) == 64
+        assert environment["NCCL_RMA_PLUGIN"] == "/plugin.so" and len(environment["MOECOMM_RMA_JOB"]) == 32
         assert environment["NCCL_GIN_TYPE"] == "7", "what the user has set comes first"
 
 
 def test_what_the_plugin_loses_is_told_to_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under the secret of its own communicator; not where the user has set one, which is that of others as well."""
+    """Under the job of its own communicator; not where NCCL has a NIC, and no plugin."""
     nccl, watched = Nccl().install(monkeypatch), {}
     monkeypatch.setattr(rma_plugin, "watch", watched.__setitem__)
     monkeypatch.setattr(rma_plugin, "losses", lambda _: {})
@@ -222,21 +222,17 @@ def test_what_the_plugin_loses_is_told_to_the_session(monkeypatch: pytest.Monkey
     found = reach()
     assert found.losses() == {}
     found.watch(0x1234)
-    secret = nccl.environments[0]["MOECOMM_JOB_SECRET"]
-    assert watched == {secret: 0x1234}
+    job = nccl.environments[0]["MOECOMM_RMA_JOB"]
+    assert watched == {job: 0x1234}
     lost = {3: "PeerLost: the connection was closed"}
-    monkeypatch.setattr(rma_plugin, "losses", {secret: lost}.__getitem__)
+    monkeypatch.setattr(rma_plugin, "losses", {job: lost}.__getitem__)
     found.ignore(3, True)
-    assert found.losses() == lost and ignored == [(secret, 3, True)]
-    monkeypatch.setenv("MOECOMM_JOB_SECRET", "the user's own secret")
-    for other in (reach(), reach(Echo(ranks=1))):
-        other.watch(0x5678)
-        other.ignore(3, True)
-        assert len(ignored) == 1 and other.losses() == {} and watched == {secret: 0x1234}
+    assert found.losses() == lost and ignored == [(job, 3, True)]
     Nccl(gin_type=3).install(monkeypatch, rdma=True)
-    monkeypatch.delenv("MOECOMM_JOB_SECRET")
-    reach().watch(0x5678)
-    assert watched == {secret: 0x1234}
+    other = reach()
+    other.watch(0x5678)
+    other.ignore(3, True)
+    assert len(ignored) == 1 and other.losses() == {} and watched == {job: 0x1234}
 
 
 def test_without_gin_the_communicator_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ def test_parts_that_overlap_leave_no_rest() -> None:
     assert "no `rest`" in proxy_times.EXPLAINED
 
 
-@pytest.mark.parametrize("name", ["latency-gin-tcp-h100-2", "latency-gin-tcp-h200-2", "latency-backends-h100-4"])
+@pytest.mark.parametrize("name", ["latency-backends-h200-4", "latency-backends-h100-4"])
 def test_parts_of_kept_results_are_not_negative_and_add_up(name: str) -> None:
     rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
     shown = [[column.text(row) for column in proxy_times.FIGURES[1:7]] for row in rows if "plugin" in row]

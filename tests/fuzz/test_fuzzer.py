@@ -15,17 +15,11 @@ from .build import HERE, Fault, Fuzzer
 pytestmark = pytest.mark.sanitized
 
 CORPUS = HERE / "corpus.txt"
-PARSERS = 6
+PARSERS = 5
 INPUTS = 20_000  # 20 seconds
 FAULTS = {
-    "puts": Fault(
-        "rma_plugin/src/link_receive.cpp",
-        'if (!fits(frame.offset, frame.payload, target_->bytes)) lied("puts beyond the end of a region");',
-    ),
-    "data": Fault("rma_plugin/src/link_receive.cpp", "open >= gets_.size() || "),
-    "acknowledgements": Fault("rma_plugin/src/link_receive.cpp", "operations > puts_sent_ || "),
     "signals": Fault("rma_plugin/src/signals.cpp", " || !fits(at, sizeof(uint64_t), region->bytes)"),
-    "ranks": Fault("rma_plugin/src/handshake.cpp", " || hello.from >= hello.ranks"),
+    "ranks": Fault("rma_plugin/src/mesh.cpp", "hello.from < static_cast<int>(channels_.size()) && "),
     "windows": Fault("csrc/runtime/exchange.cpp", "message.from < 0 || message.from >= exchange_.ranks_ || "),
 }
 

@@ -20,7 +20,7 @@ from .kills import LATEST_S, SIZES, exact_round, sums_of, tokens_of
 from .test_nvlink import backend_of, open_kind, require
 
 pytestmark = [pytest.mark.gpu2, pytest.mark.timeout(200)]
-KINDS = ["gin, 2 domains", "gin tcp, 2 domains", "nvshmem network, 2 domains"]
+KINDS = ["gin, 2 domains", "nvshmem network, 2 domains"]
 EXACT = 50  # rounds after each step
 
 

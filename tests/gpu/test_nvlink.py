@@ -12,18 +12,17 @@ import torch
 
 import moecomm
 import moecomm.backends
-from moecomm.backends import nic, nvshmem_runtime
+from moecomm.backends import nvshmem_runtime
 from moecomm.backends.windows import nccl
 from moecomm.testing import check_case_on_rank, random_case
 
 from ..conftest import GPU_COUNTS, Ranks, gpu_count, share_cores
 from .test_virtual_ranks import direct_bytes
 
-# Windows of lsa, or a backend, with MOECOMM_RMA behind it; then so many domains, and the backend puts between them.
+# Windows of lsa, or a backend, with its way behind it; then so many domains, and the backend puts between them.
 # The kernels of two of SIZES are those of virtual ranks; those of several domains are compiled for these two.
 KINDS = ["vmm", "nccl", "vmm, 2 domains", "vmm, 4 domains", "gin", "nvshmem", "gin, 2 domains", "gin, 4 domains"]
 KINDS += ["nvshmem, 2 domains"]
-KINDS += ["gin tcp, 2 domains"]  # without it the plugin takes loopback here, and its tcp would have no kernel of ours
 KINDS += ["nvshmem network, 2 domains"]  # as if domains shared no memory, as all ranks here do
 SIZES: list[dict[str, Any]] = [
     {"hidden": 7168, "num_experts": 256, "topk": 8, "max_tokens": 48, "dtype": torch.bfloat16},
@@ -54,8 +53,6 @@ def open_kind(group: Any, kind: str, **sizes: Any) -> moecomm.Buffer:
     near = max(1, group.size() // int(domains.split()[0])) if domains else group.size()
     if how == "nvshmem" and way:
         nvshmem_runtime.scaleup_ranks = lambda: near
-    elif way:
-        os.environ.update(MOECOMM_RMA=way, MOECOMM_RMA_ADDRESS="127.0.0.1")
     backend = backend_of(kind)
     if backend == "lsa":
         os.environ["MOECOMM_WINDOW"] = how
@@ -72,8 +69,6 @@ def require(kind: str) -> str:
     reason = nccl.missing() if how == "nccl" else ""
     if how in moecomm.backends.NAMES:
         reason = moecomm.backends.missing(how)
-    if not reason and "tcp" in kind and nic.has_rdma():
-        reason = "NCCL takes the NIC, and not our plugin"
     if reason:
         pytest.skip(f"{kind}: {reason}")
     return kind
@@ -185,8 +180,8 @@ def _replay(rank: int, group: Any, kind: str) -> int:
             for out in outs:
                 wrong += (out != want).sum()
                 out.fill_(torch.nan)  # what a later replay leaves out is wrong there
-        # GIN's proxy takes ten milliseconds a round, and over tcp a hundred.
-        for seed in range(5_000 if kind in ("vmm", "nccl") else 100 if "tcp" in kind else 500):
+        # GIN's proxy takes ten milliseconds a round.
+        for seed in range(5_000 if kind in ("vmm", "nccl") else 500):
             if seed % 25 == 0:
                 for name, value in routing(seed + rank).items():
                     mine[name].copy_(value)

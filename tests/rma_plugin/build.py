@@ -17,40 +17,9 @@ TSAN = ("-O0", "-fsanitize=thread")
 ASAN = ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 PARALLEL = min(4, os.cpu_count() or 1)
 PLUGIN = (*sorted(SRC.glob("*.cpp")), CSRC / "runtime" / "fd_socket.cpp")
-# Sources that the driver shares with the plugin: checks, addresses and frames, for the rank that lies.
-SHARED = (
-    "address",
-    "crc32c",
-    "driver",
-    "exchange",
-    "fd_socket",
-    "frame",
-    "gpu",
-    "handshake",
-    "log",
-    "mailbox",
-    "mesh",
-    "settings",
-    "sha256",
-    "socket",
-    "times",
-)
-STANDARD = (
-    "algorithm",
-    "atomic",
-    "chrono",
-    "cstring",
-    "deque",
-    "functional",
-    "memory",
-    "mutex",
-    "optional",
-    "stdexcept",
-    "string",
-    "thread",
-    "unordered_map",
-    "vector",
-)
+# Sources that the driver shares with the plugin, for the rank that lies.
+SHARED = ("address", "driver", "exchange", "fd_socket", "gpu", "log", "mailbox", "mesh", "socket", "times")
+STANDARD = ("algorithm", "atomic", "chrono", "cstring", "deque", "functional", "map", "memory", "string", "thread")
 
 
 def compile_units(sources: Iterable[Path], into: Path, flags: tuple[str, ...]) -> dict[str, Path]:
@@ -71,30 +40,23 @@ def compile_units(sources: Iterable[Path], into: Path, flags: tuple[str, ...]) -
         return {unit.stem: unit for unit in pool.map(compile_one, sources)}
 
 
-def build_driver(into: Path) -> Path:
-    """For a plugin that is there."""
+def build_driver(into: Path, fake_cuda: Path, flags: tuple[str, ...] = PLAIN, *, with_plugin: bool = False) -> Path:
+    """The driver; `with_plugin`: and libplugin.so beside it, where a sanitizer has to see both."""
     sources = [path for path in HERE.glob("*.cpp") if path.stem != "fake_cuda"]
-    units = compile_units([*sources, *(path for path in PLUGIN if path.stem in SHARED)], into / "plain", PLAIN)
-    return link(units.values(), into / "driver", PLAIN)
-
-
-def build_watched(into: Path, sanitizer: tuple[str, ...]) -> tuple[Path, Path]:
-    """The driver and the plugin under a sanitizer."""
-    sources = [path for path in HERE.glob("*.cpp") if path.stem != "fake_cuda"]
-    units = compile_units([*sources, *PLUGIN], into / "watched", sanitizer)
-    plugin = {path.stem for path in PLUGIN}
-    driver = [unit for name, unit in units.items() if name not in plugin or name in SHARED]
-    library = [unit for name, unit in units.items() if name in plugin]
-    return link(driver, into / "driver", sanitizer), link(library, into / "libplugin.so", (*sanitizer, "-shared"))
+    plugin = [path for path in PLUGIN if with_plugin or path.stem in SHARED]
+    units = compile_units([*sources, *plugin], into / "units", flags)
+    own = [unit for name, unit in units.items() if name in SHARED or name in {path.stem for path in sources}]
+    if with_plugin:
+        link([units[path.stem] for path in PLUGIN], into / "libplugin.so", (*flags, "-shared"))
+    return link([*own, fake_cuda / "libcuda.so.1"], into / "driver", flags)
 
 
 def build_fake_cuda(into: Path) -> Path:
     """A folder with a libcuda.so.1 in it."""
-    folder = into / "fake"
-    folder.mkdir()
-    command = ["g++", *FLAGS, *PLAIN, "-shared", str(HERE / "fake_cuda.cpp"), "-o", str(folder / "libcuda.so.1")]
-    subprocess.run(command, check=True)
-    return folder
+    library = into / "libcuda.so.1"
+    flags = (*FLAGS, *PLAIN, "-shared", f"-Wl,-soname,{library.name}")
+    subprocess.run(["g++", *flags, str(HERE / "fake_cuda.cpp"), "-o", str(library)], check=True)
+    return into
 
 
 def link(units: Iterable[Path], target: Path, flags: tuple[str, ...]) -> Path:

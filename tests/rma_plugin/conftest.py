@@ -27,13 +27,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_driver(tmp_path_factory.mktemp("rma"))
+def fake_cuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_fake_cuda(tmp_path_factory.mktemp("cuda"))
 
 
 @pytest.fixture(scope="session")
-def fake_cuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_fake_cuda(tmp_path_factory.mktemp("cuda"))
+def driver(tmp_path_factory: pytest.TempPathFactory, fake_cuda: Path) -> Path:
+    return build_driver(tmp_path_factory.mktemp("rma"), fake_cuda)
 
 
 def run_driver(
@@ -41,7 +41,7 @@ def run_driver(
     plugin: Path,
     fake_cuda: Path,
     scenario: str,
-    way: str = "auto",
+    *,
     timeout_ms: int = 20000,
     times: str = "0",
     **options: object,
@@ -51,9 +51,7 @@ def run_driver(
     environment = {
         **os.environ,
         "LD_LIBRARY_PATH": str(fake_cuda),
-        "MOECOMM_RMA": way,
-        "MOECOMM_JOB_SECRET": "a secret of this job",
-        "MOECOMM_RMA_ADDRESS": "127.0.0.1",
+        "MOECOMM_RMA_JOB": "a job",
         "MOECOMM_RMA_TIMEOUT_MS": str(timeout_ms),
         "MOECOMM_RMA_TIMES": times,
     }

@@ -1,10 +1,10 @@
-// Peers that die, sleep, leave, do not come, or know another secret; and a caller who asks for nonsense.
+// Peers that die, sleep, leave, do not come, or are elsewhere; and a caller who asks for nonsense.
 #include <dlfcn.h>
 
 #include <csignal>
 #include <cstdlib>
 
-#include "open.h"
+#include "address.h"
 #include "protocol/record.h"
 #include "scenarios.h"
 
@@ -13,12 +13,11 @@ namespace {
 // A word that kernels look at while they wait for a peer.
 class Watching {
   public:
-    explicit Watching(const Options& options)
-        : library_(::dlopen(options.plugin.c_str(), RTLD_NOW)), secret_(std::getenv("MOECOMM_JOB_SECRET")) {
-        require(function<Watch>("moecomm_rma_watch")(secret_.c_str(), &word_) == 0 && first() == "-1 ", "watch");
+    explicit Watching(const Options& options) : library_(::dlopen(options.plugin.c_str(), RTLD_NOW)), job_(std::getenv("MOECOMM_RMA_JOB")) {
+        require(function<Watch>("moecomm_rma_watch")(job_.c_str(), &word_) == 0 && first() == "-1 ", "watch");
     }
     ~Watching() {
-        function<Watch>("moecomm_rma_watch")(secret_.c_str(), nullptr);
+        function<Watch>("moecomm_rma_watch")(job_.c_str(), nullptr);
         require(first() == "-1 ", "what nobody watches is forgotten");
     }
     Watching(const Watching&) = delete;
@@ -42,12 +41,12 @@ class Watching {
     }
     std::string first() const {
         char text[200] = "";
-        const int rank = function<Loss>("moecomm_rma_loss")(secret_.c_str(), 0, text, sizeof text);
+        const int rank = function<Loss>("moecomm_rma_loss")(job_.c_str(), 0, text, sizeof text);
         return std::to_string(rank) + " " + text;
     }
 
     void* const library_;
-    const std::string secret_;
+    const std::string job_;
     uint32_t word_ = 0;
 };
 
@@ -55,8 +54,7 @@ class Watching {
 bool put_until_failure(Open& open, uint64_t bytes) {
     const auto deadline = Clock::now() + kLong;
     while (open.proxy.result() == abi::kSuccess && Clock::now() < deadline) open.proxy.post(0, 1, open.put(bytes));
-    return open.proxy.wait_result(kLong) && open.proxy.result() == abi::kRemoteError && open.proxy.last_error() &&
-           open.proxy.longest_call() < kBlocked;
+    return open.proxy.result() == abi::kRemoteError && open.proxy.last_error() && open.proxy.longest_call() < kBlocked;
 }
 
 // Puts to rank 1 until a watcher has been told of its loss. Then puts to it end, and so do those to others.
@@ -73,28 +71,13 @@ bool put_until_lost(Open& open, const Watching& watching, uint64_t bytes, const 
 
 }  // namespace
 
+// Rank 1 dies.  Where somebody watches, the others go on.
 bool killed(const Options& options, World& world, int rank) {
-    use_cuda_on_this_thread(options);
+    const bool watched = options.variant == "watched";
+    const std::unique_ptr<Watching> watching(watched ? new Watching(options) : nullptr);
     Open open(options, world, rank);
     open.proxy.start();
-    world.barrier();
-    if (rank == 1) {
-        for (int i = 0; i < 50; ++i) open.proxy.post(0, 0, open.put(20000));
-        ::raise(SIGKILL);
-    }
-    const bool good = put_until_failure(open, 30000) && names("PeerLost: ");
-    const auto begin = Clock::now();
-    open.proxy.close();
-    return good && Clock::now() - begin < std::chrono::seconds(5);
-}
-
-// Rank 1 dies while somebody watches, and the others go on.
-bool killed_while_watched(const Options& options, World& world, int rank) {
-    use_cuda_on_this_thread(options);
-    const Watching watching(options);
-    Open open(options, world, rank);
-    open.proxy.start();
-    require(watching.quiet(), "nobody is lost");
+    require(!watched || watching->quiet(), "nobody is lost");
     world.barrier();
     if (rank == 1) {
         for (int i = 0; i < 50; ++i) open.proxy.post(0, 0, open.put(20000));
@@ -103,14 +86,14 @@ bool killed_while_watched(const Options& options, World& world, int rank) {
     std::vector<int> others;
     for (int other = 0; other < options.ranks; ++other)
         if (other != 1 && other != rank) others.push_back(other);
-    const bool good = put_until_lost(open, watching, 30000, others) && watching.lost(1, "PeerLost");
+    const bool good = watched ? put_until_lost(open, *watching, 30000, others) && watching->lost(1, "PeerLost")
+                              : put_until_failure(open, 30000) && names("PeerLost: ");
     const auto begin = Clock::now();
     open.proxy.close();
     return good && Clock::now() - begin < std::chrono::seconds(5);
 }
 
 bool silent(const Options& options, World& world, int rank) {
-    use_cuda_on_this_thread(options);
     const Watching watching(options);
     Open open(options, world, rank);
     world.barrier();
@@ -123,26 +106,33 @@ bool silent(const Options& options, World& world, int rank) {
     return good;
 }
 
-bool wrong_secret(const Options& options, World& world, int rank) {
-    if (rank == 1) ::setenv("MOECOMM_JOB_SECRET", "another secret of this job", 1);
-    Proxy proxy(options, world, rank);
-    require(proxy.listen() == abi::kSuccess, "listen: " + logged());
-    world.barrier();
-    const abi::Result result = proxy.connect();
-    if (rank == 1) return result == abi::kRemoteError && names("WrongSecret: rank 0: it has another MOECOMM_JOB_SECRET");
-    return result == abi::kRemoteError && names("ConnectFailed: rank 1 did not connect in time; 1 connection(s) were refused");
-}
-
 bool absent(const Options& options, World& world, int rank) {
     Proxy proxy(options, world, rank);
-    require(proxy.listen() == abi::kSuccess, "listen: " + logged());
+    proxy.listen();
+    const bool comes = options.variant != std::to_string(rank);
+    const abi::Result result = comes ? proxy.connect() : abi::kRemoteError;
+    world.barrier();
+    return !comes || (result == abi::kRemoteError &&
+                      names(rank == 0 ? "ConnectFailed: rank 1 did not connect in time" : "ConnectFailed: rank 0: nothing came"));
+}
+
+// Rank 1 is on another host, or has another plugin, as its address says.
+bool elsewhere(const Options& options, World& world, int rank) {
+    Proxy proxy(options, world, rank);
+    proxy.listen();
+    moecomm::rma::Address address;
+    std::memcpy(&address, world.shared().handles[1], sizeof address);
+    if (options.variant == "host") ++address.boot[0];
+    if (options.variant == "version") ++address.version;
+    world.barrier();
+    if (rank == 1) std::memcpy(world.shared().handles[1], &address, sizeof address);
     world.barrier();
     if (rank == 1) return true;
-    return proxy.connect() == abi::kRemoteError && names("ConnectFailed: rank 1 did not connect in time");
+    return proxy.connect() == abi::kSystemError &&
+           names(options.variant == "host" ? "NotReachable: rank 1 is on another host" : "NotReachable: rank 1 has another version");
 }
 
 bool left(const Options& options, World& world, int rank) {
-    use_cuda_on_this_thread(options);
     const Watching watching(options);
     Open open(options, world, rank);
     open.proxy.start();
@@ -160,18 +150,15 @@ bool left(const Options& options, World& world, int rank) {
 
 // Communicators after and beside each other, contexts made anew, memory given back and registered again.
 bool again(const Options& options, World& world, int rank) {
-    use_cuda_on_this_thread(options);
     Open first(options, world, rank);
     const Table& table = first.proxy.table;
     first.proxy.start();
     for (int round = 0; round < 3; ++round) {
         Open second(options, world, rank);
         second.proxy.start();
-        char* memory = allocate(options, 4096, Sharing::kWindow);
+        char* memory = allocate_window(4096);
         for (int i = 0; i < 3; ++i) {
-            void* region = nullptr;
-            const int type = options.cuda() ? abi::kPtrCuda : abi::kPtrHost;
-            require(table.reg_mr(first.proxy.comm, memory, 4096, type, 0, &region) == abi::kSuccess, "regMrSym: " + logged());
+            void* region = first.proxy.add(memory, 4096);
             Operation put = first.put(1000);
             put.to = region;
             put.to_at = static_cast<uint64_t>(rank) * 1000;
@@ -179,11 +166,10 @@ bool again(const Options& options, World& world, int rank) {
             for (int peer = 0; peer < options.ranks; ++peer) second.proxy.post(0, peer, second.put(50000));
             require(first.proxy.wait_all() && second.proxy.wait_all(), "puts failed: " + logged());
             world.barrier();
-            require(table.dereg_mr(first.proxy.comm, region) == abi::kSuccess, "deregMrSym: " + logged());
-            void *request = nullptr, *rma = nullptr;
-            require(table.create_context(first.proxy.comm, 1, &rma) == abi::kSuccess, "createContext");
-            require(table.put(rma, 0, 0, region, 8, 0, region, 0, &request) == abi::kInvalidArgument, "memory that was given back");
-            require(table.destroy_context(rma) == abi::kSuccess, "destroyContext");
+            first.proxy.remove(region);
+            void *request = nullptr, *rma = first.proxy.add_context(1);
+            require(table.iput(rma, 0, 0, region, 8, 0, region, 0, 0, &request) == abi::kInvalidArgument, "memory that was given back");
+            require(table.destroyContext(rma) == abi::kSuccess, "destroyContext");
         }
         world.barrier();
         second.proxy.close();
@@ -195,31 +181,42 @@ bool again(const Options& options, World& world, int rank) {
 }
 
 bool misuse(const Options& options, World& world, int rank) {
-    use_cuda_on_this_thread(options);
     Open open(options, world, rank);
-    void* request = nullptr;
+    static char on_host[100];
+    void *host = open.proxy.add(on_host, sizeof on_host, 0, abi::kPtrHost), *request = nullptr;
     const Table& table = open.proxy.table;
     void *rma = open.proxy.rma, *window = open.window_region, *signals = open.signals_region;
+    const uint32_t peer = rank == 0 ? 1 : 0;
     int outside = 0;
     const auto refused = [](abi::Result result) { return result == abi::kInvalidArgument || result == abi::kInvalidUsage; };
-    require(refused(table.put(rma, 0, 0, &outside, 8, 0, window, 1, &request)), "a source that is not registered");
-    require(refused(table.put(rma, 0, 0, window, 8, 0, &outside, 1, &request)), "a target that is not registered");
-    require(refused(table.put(rma, 0, 0, window, 8, kWindowBytes - 7, window, 1, &request)), "a put beyond the end");
-    require(refused(table.put(rma, 0, kWindowBytes, window, 1, 0, window, 1, &request)), "a put from beyond the end");
-    require(refused(table.put(rma, 0, ~uint64_t{0}, window, 2, 0, window, 1, &request)), "an offset that wraps");
-    require(refused(table.put(rma, 0, 0, window, ~uint64_t{0}, 8, window, 1, &request)), "a length that wraps");
-    require(refused(table.put(rma, options.contexts, 0, window, 8, 0, window, 1, &request)), "a context that is not there");
-    require(refused(table.put(rma, 0, 0, window, 8, 0, window, 99, &request)), "a rank that is not there");
-    require(refused(table.get(rma, 0, kWindowBytes - 1, window, 2, 0, window, 1, &request)), "a get from beyond the end");
-    require(refused(table.put_signal(rma, 0, 0, nullptr, 0, 0, nullptr, 1, 4096, signals, 1, 1, true, &request)),
-            "a signal beyond the end");
-    require(refused(table.put_signal(rma, 0, 0, nullptr, 0, 0, nullptr, 1, 4, signals, 1, 1, true, &request)), "half a word");
-    require(refused(table.put_signal(rma, 0, 0, nullptr, 0, 0, nullptr, 1, 0, signals, 1, 7, true, &request)), "an unknown operation");
-    require(refused(table.dereg_mr(open.proxy.comm, &outside)), "memory that was never registered");
+    const auto put = [&](uint64_t from, void* from_region, size_t bytes, uint64_t to, void* to_region, int context = 0, uint32_t more = 0) {
+        return refused(table.iput(rma, context, from, from_region, bytes, to, to_region, peer + more, 0, &request));
+    };
+    const auto get = [&](uint64_t from, void* from_region, size_t bytes, void* to_region) {
+        return refused(table.iget(rma, 0, from, from_region, bytes, 0, to_region, peer, 0, &request));
+    };
+    const auto signal = [&](uint64_t at, uint32_t op) {
+        return refused(table.iputSignal(rma, 0, 0, nullptr, 0, 0, nullptr, peer, at, signals, 1, op, true, 0, &request));
+    };
+    require(put(0, &outside, 8, 0, window), "a source that is not registered");
+    require(put(0, window, 8, 0, &outside), "a target that is not registered");
+    require(put(0, window, 8, kWindowBytes - 7, window), "a put beyond the end");
+    require(put(kWindowBytes, window, 1, 0, window), "a put from beyond the end");
+    require(put(~uint64_t{0}, window, 2, 0, window), "an offset that wraps");
+    require(put(0, window, ~uint64_t{0}, 8, window), "a length that wraps");
+    require(put(0, window, 8, 0, window, options.contexts), "a context that is not there");
+    require(put(0, window, 8, 0, window, 0, 99), "a rank that is not there");
+    require(put(0, window, 8, 0, signals) && put(0, window, 8, 0, host), "a target that this GPU has not mapped");
+    require(put(0, host, 17, 0, window) && get(0, window, 8, host), "host memory, for more than an inline value");
+    require(get(kWindowBytes - 1, window, 2, window), "a get from beyond the end");
+    require(signal(4096, 1), "a signal beyond the end");
+    require(signal(4, 1), "half a word");
+    require(signal(0, 7), "an unknown operation");
+    require(refused(table.deregMrSym(open.proxy.comm, &outside)), "memory that was never registered");
     require(request == nullptr && !open.proxy.last_error(), "a refused call leaves nothing behind");
     require(names("OutOfRange: ") && names("BadHandle: ") && names("Unsupported: "), "the names of these errors");
     open.proxy.start();  // and all still works
-    open.proxy.post(0, 1 - rank, open.put(100));
+    open.proxy.post(0, static_cast<int>(peer), open.put(100));
     require(open.proxy.wait_all(), "a put after all that: " + logged());
     world.barrier();
     return true;

@@ -18,35 +18,19 @@
 #include <thread>
 #include <vector>
 
+#include "driver.h"
+#include "fake_cuda.h"
+
+using namespace moecomm::rma::cuda;
+
 namespace {
 
-using Pointer = unsigned long long;
-constexpr int kOk = 0, kInvalid = 1, kNoContext = 201, kNotReady = 600;
+constexpr int kOk = 0, kInvalid = 1, kNoContext = 201;
 
-struct Properties {
-    int type, handle_types, location_type, location_id;
-    void* metadata;
-    uint64_t flags;
-};
-struct Access {
-    int location_type, location_id, flags;
-};
-struct Side {
-    size_t x, y;
-    int type;
-    const void* host;
-    Pointer at;
-    void* array;
-    size_t pitch;
-};
-struct Rows {
-    Side from, to;
-    size_t bytes, rows;
-};
 struct Allocation {
     int fd;
     size_t bytes;
-    Properties properties;
+    bool shared;  // it can be exported
     int references;
 };
 struct Range {
@@ -80,7 +64,6 @@ thread_local bool is_nccl_thread = false;
 thread_local std::vector<void*> contexts;
 thread_local int capture_mode;
 uint64_t random_state = 88172645463325252ull;
-constexpr int kRelaxed = 2;
 
 uint64_t next_random() {
     random_state ^= random_state << 13;
@@ -163,7 +146,11 @@ void engine() {
 }  // namespace
 
 extern "C" {
-// Not CUDA's: what the tests tell and ask.
+void fake_context(bool there) {
+    static int context;
+    contexts.clear();
+    if (there) contexts.push_back(&context);
+}
 void fake_nccl_thread(bool begins) {
     const std::lock_guard<std::mutex> lock(nccl_mutex);
     is_nccl_thread = begins;
@@ -199,11 +186,6 @@ int cuCtxGetCurrent(void** to) {
         ++nccl_threads[std::this_thread::get_id()];
     }
     return *to = current(), kOk;
-}
-int cuCtxSetCurrent(void* to) {
-    if (!contexts.empty()) contexts.pop_back();
-    if (to != nullptr) contexts.push_back(to);
-    return kOk;
 }
 int cuCtxPushCurrent_v2(void* to) { return contexts.push_back(to), kOk; }
 int cuCtxPopCurrent_v2(void** to) {
@@ -327,38 +309,31 @@ int cuMemGetAddressRange_v2(Pointer* base, size_t* bytes, Pointer at) {
     *bytes = found->second.bytes;
     return kOk;
 }
-int cuMemCreate(unsigned long long* handle, size_t bytes, const Properties* properties, unsigned long long) {
-    may_wait("cuMemCreate");
-    const int fd = ::memfd_create("fake-gpu-memory", MFD_CLOEXEC);
-    if (fd < 0 || ::ftruncate(fd, static_cast<off_t>(bytes)) != 0) return kInvalid;
-    *handle = reinterpret_cast<unsigned long long>(new Allocation{fd, bytes, *properties, 1});
-    return kOk;
-}
-int cuMemRetainAllocationHandle(unsigned long long* handle, void* at) {
+int cuMemRetainAllocationHandle(Handle* handle, void* at) {
     const std::lock_guard<std::mutex> lock(mutex);
     const Range* range = range_at(reinterpret_cast<Pointer>(at), 1);
     if (range == nullptr || range->allocation == nullptr) return kInvalid;
     ++range->allocation->references;
-    *handle = reinterpret_cast<unsigned long long>(range->allocation);
+    *handle = reinterpret_cast<Handle>(range->allocation);
     return kOk;
 }
-int cuMemGetAllocationPropertiesFromHandle(Properties* properties, unsigned long long handle) {
-    *properties = reinterpret_cast<Allocation*>(handle)->properties;
+int cuMemGetAllocationPropertiesFromHandle(Properties* properties, Handle handle) {
+    properties->handle_types = reinterpret_cast<Allocation*>(handle)->shared ? kPosixFd : 0;
     return kOk;
 }
-int cuMemExportToShareableHandle(void* fd, unsigned long long handle, int type, unsigned long long) {
+int cuMemExportToShareableHandle(void* fd, Handle handle, int type, unsigned long long) {
     may_wait("cuMemExportToShareableHandle");
     const auto* allocation = reinterpret_cast<Allocation*>(handle);
-    if ((allocation->properties.handle_types & type) == 0) return kInvalid;
+    if (!allocation->shared || type != kPosixFd) return kInvalid;
     *static_cast<int*>(fd) = ::fcntl(allocation->fd, F_DUPFD_CLOEXEC, 0);
     return kOk;
 }
-int cuMemImportFromShareableHandle(unsigned long long* handle, void* fd, int) {
+int cuMemImportFromShareableHandle(Handle* handle, void* fd, int) {
     may_wait("cuMemImportFromShareableHandle");
     const int copy = ::fcntl(static_cast<int>(reinterpret_cast<intptr_t>(fd)), F_DUPFD_CLOEXEC, 0);
     struct stat status{};
     if (copy < 0 || ::fstat(copy, &status) != 0 || status.st_size == 0) return kInvalid;
-    *handle = reinterpret_cast<unsigned long long>(new Allocation{copy, static_cast<size_t>(status.st_size), {}, 1});
+    *handle = reinterpret_cast<Handle>(new Allocation{copy, static_cast<size_t>(status.st_size), true, 1});
     return kOk;
 }
 int cuMemAddressReserve(Pointer* at, size_t bytes, size_t, Pointer, unsigned long long) {
@@ -371,7 +346,7 @@ int cuMemAddressFree(Pointer at, size_t bytes) {
     waits("cuMemAddressFree");
     return ::munmap(reinterpret_cast<void*>(at), bytes) == 0 ? kOk : kInvalid;
 }
-int cuMemMap(Pointer at, size_t bytes, size_t, unsigned long long handle, unsigned long long) {
+int cuMemMap(Pointer at, size_t bytes, size_t, Handle handle, unsigned long long) {
     waits("cuMemMap");
     const std::lock_guard<std::mutex> lock(mutex);
     auto* allocation = reinterpret_cast<Allocation*>(handle);
@@ -402,10 +377,21 @@ int cuMemUnmap(Pointer at, size_t) {
     ranges.erase(found);
     return kOk;
 }
-int cuMemRelease(unsigned long long handle) {
+int cuMemRelease(Handle handle) {
     may_wait("cuMemRelease");
     const std::lock_guard<std::mutex> lock(mutex);
     release(reinterpret_cast<Allocation*>(handle));
     return kOk;
+}
+char* fake_allocate(size_t bytes, bool shared) {
+    const size_t whole = (bytes + 4095) / 4096 * 4096;
+    const int fd = ::memfd_create("fake-cuda", MFD_CLOEXEC);
+    if (fd < 0 || ::ftruncate(fd, static_cast<off_t>(whole)) != 0) std::abort();
+    Pointer at = 0;
+    const auto handle = reinterpret_cast<Handle>(new Allocation{fd, whole, shared, 1});
+    if (cuMemAddressReserve(&at, whole, 0, 0, 0) != kOk || cuMemMap(at, whole, 0, handle, 0) != kOk) std::abort();
+    cuMemSetAccess(at, whole, nullptr, 1);
+    cuMemRelease(handle);
+    return reinterpret_cast<char*>(at);
 }
 }

@@ -1,7 +1,7 @@
 // A small GIN program that is not moecomm: kernels put, signal, get and count through NCCL's device API, and check every byte.
 //   gin_program <ranks>                    ranks are threads of this process, a GPU each
 //   gin_program <ranks> <rank> <id file>   this process is one of them; rank 0 writes the file
-// Prints a table of ping-pong times between ranks 0 and 1, and ends with status 0 if everything was right.
+// Ends with status 0 if everything was right.
 #include <cuda_runtime.h>
 #include <nccl.h>
 #include <nccl_device.h>
@@ -14,11 +14,10 @@
 #include <thread>
 #include <vector>
 
-constexpr size_t kChunk = 1 << 20;    // a rank's place in a window
-constexpr size_t kLargest = 4 << 20;  // of a ping-pong
-constexpr int kRounds = 20, kPings = 200;
+constexpr size_t kChunk = 1 << 20;  // a rank's place in a window
+constexpr int kRounds = 20;
 constexpr long long kPatience = 20LL * 1000 * 1000 * 1000;  // ns that a kernel waits for a signal
-enum Signal { kArrived, kChecked, kReady, kValue, kPing, kSignals };
+enum Signal { kArrived, kChecked, kReady, kValue, kSignals };
 
 #define NCCL(call)                                                                                                    \
     do {                                                                                                              \
@@ -138,21 +137,6 @@ __global__ void values_and_gets(ncclDevComm comm, ncclWindow_t window, unsigned 
     }
 }
 
-__global__ void ping_pong(ncclDevComm comm, ncclWindow_t window, size_t bytes, unsigned long long base, int pings, long long* time,
-                          int* result) {
-    ncclGin gin(comm, 0);
-    const int me = comm.rank, other = 1 - me;
-    const long long begin = now();
-    for (int i = 0; i < pings; ++i) {
-        if (me == 1 && !await(gin, kPing, base + i + 1)) *result = 5000;
-        gin.put(ncclTeamWorld(comm), other, window, kLargest, window, 0, bytes, ncclGin_StrongSignalInc{kPing});
-        if (me == 0 && !await(gin, kPing, base + i + 1)) *result = 5001;
-        if (*result != 0) break;
-    }
-    gin.flush(ncclCoopThread());
-    *time = now() - begin;
-}
-
 bool run(int rank, int ranks, const ncclUniqueId& id) {
     CUDA(cudaSetDevice(rank));
     ncclComm_t comm;
@@ -164,7 +148,7 @@ bool run(int rank, int ranks, const ncclUniqueId& id) {
                     static_cast<int>(properties.ginType), properties.nLsaTeams);
     }
     if (properties.ginType != NCCL_GIN_TYPE_PROXY) return false;
-    const size_t size = std::max(2 * ranks * kChunk, 2 * kLargest);
+    const size_t size = 2 * ranks * kChunk;
     void* memory = nullptr;
     ncclWindow_t window = nullptr;
     NCCL(ncclMemAlloc(&memory, size));
@@ -178,26 +162,15 @@ bool run(int rank, int ranks, const ncclUniqueId& id) {
     NCCL(ncclDevCommCreate(comm, &wanted, &device));
     auto* mine = static_cast<unsigned char*>(memory);
     int* result = nullptr;
-    long long* time = nullptr;
     cudaStream_t stream;
     CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     CUDA(cudaHostAlloc(&result, sizeof *result, cudaHostAllocDefault));
-    CUDA(cudaHostAlloc(&time, sizeof *time, cudaHostAllocDefault));
     *result = 0;
     all_to_all<<<1, 512, 0, stream>>>(device, window, mine, result);
     CUDA(cudaStreamSynchronize(stream));
     if (*result == 0) values_and_gets<<<1, 32, 0, stream>>>(device, window, mine, result);
     CUDA(cudaStreamSynchronize(stream));
     std::printf("rank %d: %s %d\n", rank, *result == 0 ? "all bytes are right" : "WRONG:", *result);
-    unsigned long long base = 0;
-    for (size_t bytes = 4; ranks > 1 && rank < 2 && bytes <= kLargest && *result == 0; bytes *= 8) {
-        for (const int pings : {10, bytes > 100000 ? kPings / 10 : kPings}) {  // the first are to warm up
-            ping_pong<<<1, 1, 0, stream>>>(device, window, bytes, base, pings, time, result);
-            CUDA(cudaStreamSynchronize(stream));
-            base += static_cast<unsigned long long>(pings);
-            if (rank == 0 && pings != 10) std::printf("%8zu bytes: %.1f us one way\n", bytes, *time / 2000.0 / pings);
-        }
-    }
     const bool good = *result == 0;
     ncclResult_t state = ncclSuccess;
     NCCL(ncclCommGetAsyncError(comm, &state));

@@ -25,18 +25,18 @@ Proxy::Proxy(const Options& options, World& world, int rank)
     take_times_ = reinterpret_cast<decltype(take_times_)>(::dlsym(load(options.plugin), "moecomm_rma_take_times"));
     require(take_times_ != nullptr, "the plugin lacks its times");
     void* second = nullptr;  // NCCL makes two: for RMA, and for GIN
-    require(table.init(&second, log_line) == abi::kSuccess && table.finalize(second) == abi::kSuccess, "init");
-    require(table.init(&context_, log_line) == abi::kSuccess, "init");
+    require(table.init(&second, 42, log_line) == abi::kSuccess && table.finalize(second) == abi::kSuccess, "init");
+    require(table.init(&context_, 42, log_line) == abi::kSuccess, "init");
     int devices = 0;
     abi::Properties properties{};
     require(table.devices(&devices) == abi::kSuccess && devices == 1, "devices");
-    require(table.properties(&properties) == abi::kSuccess, "getProperties");
+    require(table.getProperties(0, &properties) == abi::kSuccess, "getProperties");
     const int queue = abi::kMaxRequests * properties.maxRecvs;
     require(properties.netDeviceType == abi::kGinProxy && (queue & (queue - 1)) == 0 && queue >= options.queue, "properties");
     const int kinds = abi::kPtrHost | abi::kPtrCuda;
     require((properties.ptrSupport & kinds) == kinds && properties.vProps.ndevs == 1 && properties.vProps.devs[0] == 0, "properties");
     // A plugin that takes dma-bufs must have regMrSymDmaBuf.
-    require((properties.ptrSupport & abi::kPtrDmaBuf) == 0 || table.has_dma_buf(), "dma-bufs are taken, and by no function");
+    require((properties.ptrSupport & abi::kPtrDmaBuf) == 0 || table.regMrSymDmaBuf != nullptr, "dma-bufs are taken, and by no function");
     for (Queue& one : queues_) one.states.resize(static_cast<size_t>(options.queue));
 }
 
@@ -45,27 +45,30 @@ Proxy::~Proxy() {
     if (context_ != nullptr) require(table.finalize(context_) == abi::kSuccess, "finalize");
 }
 
-abi::Result Proxy::listen() { return table.listen(context_, world_.shared().handles[rank_], &listener_); }
+void Proxy::listen() {
+    require(table.listen(context_, 0, world_.shared().handles[rank_], &listener_) == abi::kSuccess, "listen: " + logged());
+    world_.barrier();
+}
 
 abi::Result Proxy::connect() {
     std::vector<void*> handles;
     for (int rank = 0; rank < options_.ranks; ++rank) handles.push_back(world_.shared().handles[rank]);
     const abi::Result result = table.connect(context_, handles.data(), options_.ranks, rank_, listener_, &comm);
-    require(table.close_listen(listener_) == abi::kSuccess, "closeListen");
+    require(table.closeListen(listener_) == abi::kSuccess, "closeListen");
     if (result != abi::kSuccess) return result;
     // Were it true, NCCL's barriers would leave out their flushes of other peers: a signal stands for the puts before it of its own context
     // and peer, and for no others.  That it does stand for those, the random puts show.
     abi::RmaProperties promised{true};
-    require(table.rma_properties(comm, &promised) == abi::kSuccess && !promised.flushesAllPutsOnAnySignal, "getRmaProperties");
+    require(table.getRmaProperties(comm, &promised) == abi::kSuccess && !promised.flushesAllPutsOnAnySignal, "getRmaProperties");
     return result;
 }
 
 void Proxy::open_contexts() {
-    require(table.create_context(comm, options_.contexts, &rma) == abi::kSuccess, "createContext");
+    rma = add_context(options_.contexts);
     for (Queue& queue : queues_) {
         queue.inlines.reset(new uint64_t[static_cast<size_t>(options_.queue)]());
         queue.inlines_region =
-            add(reinterpret_cast<char*>(queue.inlines.get()), sizeof(uint64_t) * static_cast<size_t>(options_.queue), 0, true);
+            add(reinterpret_cast<char*>(queue.inlines.get()), sizeof(uint64_t) * static_cast<size_t>(options_.queue), 0, abi::kPtrHost);
     }
 }
 
@@ -73,23 +76,30 @@ void Proxy::start() {
     thread_ = std::thread([this] { run(); });
 }
 
-void* Proxy::add(char* memory, size_t bytes, uint64_t flags, bool host) {
+void* Proxy::add(char* memory, size_t bytes, uint64_t flags, int type) {
     void* region = nullptr;
-    const int type = host || !options_.cuda() ? abi::kPtrHost : abi::kPtrCuda;
-    require(table.reg_mr(comm, memory, bytes, type, flags, &region) == abi::kSuccess, "regMrSym");
+    require(table.regMrSym(comm, memory, bytes, type, flags, &region) == abi::kSuccess, "regMrSym: " + logged());
     require(reinterpret_cast<uint64_t>(region) >> 63 == 0, "NCCL keeps 63 bits of a handle");
     regions_.push_back(region);
     return region;
 }
 
+void Proxy::remove(void* region) {
+    require(table.deregMrSym(comm, region) == abi::kSuccess, "deregMrSym: " + logged());
+    regions_.erase(std::find(regions_.begin(), regions_.end(), region));
+}
+
+void* Proxy::add_context(int count) {
+    abi::Config config{count, 0, 1};
+    void* context = nullptr;
+    require(table.createContext(comm, &config, &context) == abi::kSuccess, "createContext");
+    return context;
+}
+
 void Proxy::add_in_passing(char* memory, size_t bytes) {
     for (int i = 0; i < 10; ++i) {
-        add(memory, bytes);
-        require(table.dereg_mr(comm, regions_.back()) == abi::kSuccess, "deregMrSym");
-        regions_.pop_back();
-        void* other = nullptr;
-        require(table.create_context(comm, 1, &other) == abi::kSuccess, "createContext");
-        require(table.destroy_context(other) == abi::kSuccess, "destroyContext");
+        remove(add(memory, bytes));
+        require(table.destroyContext(add_context(1)) == abi::kSuccess, "destroyContext");
         require(!last_error(), "an error was kept: " + logged());
     }
 }
@@ -97,11 +107,10 @@ void Proxy::add_in_passing(char* memory, size_t bytes) {
 void Proxy::close() {
     stop_ = true;
     if (thread_.joinable()) thread_.join();
-    if (rma != nullptr) require(table.destroy_context(rma) == abi::kSuccess, "destroyContext");
+    if (rma != nullptr) require(table.destroyContext(rma) == abi::kSuccess, "destroyContext");
     rma = nullptr;
-    for (void* region : regions_) require(table.dereg_mr(comm, region) == abi::kSuccess, "deregMrSym");
-    regions_.clear();
-    if (comm != nullptr) require(table.close_coll(comm) == abi::kSuccess, "closeColl");
+    while (!regions_.empty()) remove(regions_.back());
+    if (comm != nullptr) require(table.closeColl(comm) == abi::kSuccess, "closeColl");
     comm = nullptr;
 }
 
@@ -117,16 +126,13 @@ abi::Result Proxy::timed(Calls& calls, const Call& call) {
 }
 
 void Proxy::run() {  // no CUDA context is current here, as in NCCL's thread
-    const AsNcclThread watched(options_);
-    while (!stop_) {
-        const abi::Result result = turn();
-        if (result != abi::kSuccess) {
-            result_ = result;
-            return;
-        }
+    fake_nccl_thread(true);
+    while (!stop_ && result_ == abi::kSuccess) {
+        result_ = turn();
         std::this_thread::yield();
         if (options_.lag > 0 && rank_ == 1) std::this_thread::sleep_for(std::chrono::microseconds(options_.lag));
     }
+    fake_nccl_thread(false);
 }
 
 abi::Result Proxy::turn() {
@@ -157,16 +163,16 @@ abi::Result Proxy::turn() {
             }
         }
     }
-    timed(polls_, [&] { return table.progress(rma); });  // NCCL does not look at what it returns
+    timed(polls_, [&] { return table.rmaProgress(rma); });  // NCCL does not look at what it returns
     return abi::kSuccess;
 }
 
 abi::Result Proxy::issue(int context, int peer, Queue& queue, State& state, uint32_t place) {
     const Operation& o = state.operation;
-    const auto rank = static_cast<uint32_t>(peer);
-    if (o.kind == Operation::kFlush) return table.flush(rma, context, o.signal, static_cast<uint32_t>(rank_), &state.request);
+    const uint32_t rank = static_cast<uint32_t>(peer), hints = place % 2;  // 1: requests may be put together
+    if (o.kind == Operation::kFlush) return table.iflush(rma, context, o.signal, static_cast<uint32_t>(rank_), &state.request);
     if (o.kind == Operation::kGet) {
-        return table.get(rma, context, o.from_at, o.from, o.bytes, o.to_at, o.to, rank, &state.request);
+        return table.iget(rma, context, o.from_at, o.from, o.bytes, o.to_at, o.to, rank, hints, &state.request);
     }
     void* from = o.from;
     uint64_t from_at = o.from_at;
@@ -175,9 +181,9 @@ abi::Result Proxy::issue(int context, int peer, Queue& queue, State& state, uint
         from = queue.inlines_region;
         from_at = place * sizeof(uint64_t);
     }
-    if (o.signal == nullptr) return table.put(rma, context, from_at, from, o.bytes, o.to_at, o.to, rank, &state.request);
-    return table.put_signal(rma, context, from_at, from, o.bytes, o.to_at, o.to, rank, o.signal_at, o.signal, o.signal_value, o.signal_op,
-                            o.strong, &state.request);
+    if (o.signal == nullptr) return table.iput(rma, context, from_at, from, o.bytes, o.to_at, o.to, rank, hints, &state.request);
+    return table.iputSignal(rma, context, from_at, from, o.bytes, o.to_at, o.to, rank, o.signal_at, o.signal, o.signal_value, o.signal_op,
+                            o.strong, hints, &state.request);
 }
 
 void Proxy::post(int context, int peer, const Operation& operation) {
@@ -219,14 +225,8 @@ bool Proxy::wait_all() {
     return true;
 }
 
-bool Proxy::wait_result(std::chrono::milliseconds limit) {
-    const auto deadline = Clock::now() + limit;
-    while (result_ == abi::kSuccess && Clock::now() < deadline) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    return result_ != abi::kSuccess;
-}
-
 bool Proxy::last_error() {
     bool failed = false;
-    require(table.last_error(rma, &failed) == abi::kSuccess, "queryLastError");
+    require(table.queryLastError(rma, &failed) == abi::kSuccess, "queryLastError");
     return failed;
 }

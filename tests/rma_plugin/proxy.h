@@ -31,18 +31,19 @@ class Proxy {
     Proxy(const Proxy&) = delete;
     Proxy& operator=(const Proxy&) = delete;
 
-    abi::Result listen();   // and publishes the handle
-    abi::Result connect();  // after a barrier
-    void open_contexts();   // createContext, the inline values, and the thread unless it is not wanted
+    void listen();  // publish the handle, and wait until all have
+    abi::Result connect();
+    void open_contexts();  // createContext, the inline values, and the thread unless it is not wanted
     void start();
-    void* add(char* memory, size_t bytes, uint64_t flags = 0, bool host = false);
+    void* add(char* memory, size_t bytes, uint64_t flags = 0, int type = abi::kPtrCuda);
+    void remove(void* region);
+    void* add_context(int count);
     void add_in_passing(char* memory, size_t bytes);  // memory and a context come and go while the thread is at work
     void close();
 
     void post(int context, int peer, const Operation& operation);  // waits for a place in the queue
     bool wait_all();                                               // that everything is done; false: the thread has failed
     abi::Result result() const { return static_cast<abi::Result>(result_.load()); }
-    bool wait_result(std::chrono::milliseconds limit);  // until the thread has failed
     bool last_error();
     double longest_call() const { return longest_call_; }  // seconds, on the thread
     void print_times() const;                              // what was posted, and what the plugin has added up

@@ -7,7 +7,7 @@
 
 namespace {
 
-uint64_t big_bytes(const Options& options) { return options.slice / 8 * 5; }  // by default more than two frames
+uint64_t big_bytes(const Options& options) { return options.slice / 8 * 5; }  // by default more than two bounces of a put to oneself
 
 // The byte that `source` puts at `at` of its slice at `target`, and the byte of its own memory at `at` that others get.
 unsigned char put_byte(uint64_t seed, int epoch, int source, int target, uint64_t at) {
@@ -244,11 +244,8 @@ struct Case {
 }  // namespace
 
 bool random_case(const Options& options, World& world, int rank) {
-    use_cuda_on_this_thread(options);
-    if (options.mixed != 0 && rank == 0) ::setenv("MOECOMM_RMA", "tcp", 1);
     Proxy proxy(options, world, rank);
-    require(proxy.listen() == abi::kSuccess, "listen: " + logged());
-    world.barrier();
+    proxy.listen();
     require(proxy.connect() == abi::kSuccess, "connect: " + logged());
     const uint64_t bytes = static_cast<uint64_t>(options.ranks * options.contexts) * options.slice;
     const uint64_t signal_bytes = static_cast<uint64_t>(options.ranks * options.contexts) * 8;
@@ -256,11 +253,11 @@ bool random_case(const Options& options, World& world, int rank) {
             world,
             proxy,
             rank,
-            allocate(options, bytes, Sharing::kWindow),
-            allocate(options, bytes, Sharing::kWindow),
-            allocate(options, options.slice, Sharing::kWindow),
-            allocate(options, signal_bytes, Sharing::kPrivate),
-            allocate(options, kMostRanks * 8, Sharing::kPrivate),
+            allocate_window(bytes),
+            allocate_window(bytes),
+            allocate_window(options.slice),
+            allocate_signals(signal_bytes),
+            allocate_signals(kMostRanks * 8),
             nullptr,
             nullptr,
             nullptr,
@@ -277,7 +274,7 @@ bool random_case(const Options& options, World& world, int rank) {
     it.words_region = proxy.add(it.words, kMostRanks * 8);
     for (int epoch = 0; epoch < options.epochs; ++epoch) {
         std::thread kernel([&] { it.post(epoch); });
-        proxy.add_in_passing(allocate(options, 4096, Sharing::kWindow), 4096);
+        proxy.add_in_passing(allocate_window(4096), 4096);
         it.watch(epoch);
         kernel.join();
         require(proxy.wait_all(), "puts failed: " + logged());
@@ -298,7 +295,6 @@ bool random_case(const Options& options, World& world, int rank) {
     require(!proxy.last_error(), "an error was kept: " + logged());
     require(logged().empty() || options.mode == "threads", "something was logged: " + logged());
     proxy.close();
-    require(proxy.table.never_called().empty(), "the mock calls not all of the table:" + proxy.table.never_called());
     if (options.mode == "processes") proxy.print_times();
     return true;
 }

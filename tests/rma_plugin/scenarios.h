@@ -1,23 +1,38 @@
-// The tests: what each rank does, and what must come of it.
+// The tests: what each rank does, and what must come of it.  `options.variant` is what follows the scenario's name and a dash.
 #pragma once
-#include "world.h"
+#include "proxy.h"
 
-bool random_case(const Options& options, World& world, int rank);
-bool killed(const Options& options, World& world, int rank);
-bool killed_while_watched(const Options& options, World& world, int rank);
-bool silent(const Options& options, World& world, int rank);
-bool wrong_secret(const Options& options, World& world, int rank);
-bool absent(const Options& options, World& world, int rank);
-bool misuse(const Options& options, World& world, int rank);
-bool again(const Options& options, World& world, int rank);
-bool left(const Options& options, World& world, int rank);
-bool strangers(const Options& options, World& world, int rank);
-bool full_door(const Options& options, World& world, int rank);
-bool no_descriptors(const Options& options, World& world, int rank, bool for_ever);
-bool no_descriptor_for_window(const Options& options, World& world, int rank);
-bool proofs(const Options& options, World& world, int rank);
-bool short_secret(const Options& options, World& world, int rank);
-bool crowded(const Options& options, World& world, int rank);
-bool half_registered(const Options& options, World& world, int rank);
-bool late_signal(const Options& options, World& world, int rank, const std::string& where);
-bool liar(const Options& options, World& world, int rank, const std::string& lie);
+using Scenario = bool(const Options& options, World& world, int rank);
+Scenario random_case;                                             // random_case.cpp
+Scenario killed, silent, absent, elsewhere, left, again, misuse;  // failure_cases.cpp
+Scenario strangers, no_descriptors, no_descriptor_for_window;     // door_cases.cpp
+Scenario crowded, half_registered, late_signal;                   // waiting_cases.cpp
+Scenario liar;                                                    // liar_case.cpp
+
+constexpr uint64_t kWindowBytes = 1 << 20;
+constexpr auto kLong = std::chrono::seconds(20);
+constexpr double kBlocked = 0.5;  // seconds; the timeouts of these tests are longer
+
+// A rank that is connected, with a window and signals registered.
+struct Open {
+    Proxy proxy;
+    char* window = nullptr;
+    void *window_region = nullptr, *signals_region = nullptr;
+
+    Open(const Options& options, World& world, int rank) : proxy(options, world, rank) {
+        proxy.listen();
+        require(proxy.connect() == abi::kSuccess, "connect: " + logged());
+        proxy.open_contexts();
+        window = allocate_window(kWindowBytes);
+        window_region = proxy.add(window, kWindowBytes);
+        signals_region = proxy.add(allocate_signals(4096), 4096, 1 | abi::kSignalNeverReset);
+    }
+    Operation put(uint64_t bytes) const {
+        Operation operation;
+        operation.from = operation.to = window_region;
+        operation.bytes = bytes;
+        operation.signal = signals_region;
+        operation.signal_op = abi::kSignalInc;
+        return operation;
+    }
+};

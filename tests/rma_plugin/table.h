@@ -1,66 +1,42 @@
-// The one table of the plugin's that a test uses, as NCCL takes it from the library: no call goes past it, and each is noted.
+// One of the plugin's tables, as NCCL takes it from the library, in the form of the newest.
 #pragma once
-#include <atomic>
-#include <string>
+#include <dlfcn.h>
+
+#include <cstring>
 
 #include "nccl_abi.h"
+#include "world.h"
 
-namespace abi = moecomm::rma::abi;
-
-class Table {
+class Table : public abi::RmaV16 {
   public:
-    Table(void* library, int version);
-
-    // By the name of the function, which has the same arguments in both versions.
-    template <class Older, class Newer, class... Given>
-    abi::Result call(Older abi::RmaV14::* older, Newer abi::RmaV16::* newer, Given... given) const {
-        return v16_ != nullptr ? note(*v16_, newer)(given...) : note(*v14_, older)(given...);
+    Table(void* library, int version) : RmaV16() {
+        if (version == 16) {
+            const auto* newest = static_cast<const abi::RmaV16*>(::dlsym(library, "ncclRmaPlugin_v16"));
+            require(newest != nullptr, "the plugin lacks a table");
+            static_cast<abi::RmaV16&>(*this) = *newest;
+            return;
+        }
+        older() = static_cast<const abi::RmaV14*>(::dlsym(library, "ncclRmaPlugin_v14"));
+        require(version == 14 && older() != nullptr, "the plugin lacks a table");
+        // The older one has the same functions, but one, and in the same order; three of them take no hints.
+        const size_t before = offsetof(abi::RmaV16, getRmaProperties);
+        std::memcpy(static_cast<void*>(this), older(), before);
+        std::memcpy(static_cast<void*>(&getProperties), &older()->getProperties, sizeof(abi::RmaV14) - before);
+        getRmaProperties = [](void*, abi::RmaProperties* to) { return to->flushesAllPutsOnAnySignal = false, abi::kSuccess; };
+        iput = [](void* rma, int context, uint64_t from, void* from_region, size_t bytes, uint64_t to, void* to_region, uint32_t rank,
+                  uint32_t, void** request) { return older()->iput(rma, context, from, from_region, bytes, to, to_region, rank, request); };
+        iputSignal = [](void* rma, int context, uint64_t from, void* from_region, size_t bytes, uint64_t to, void* to_region, uint32_t rank,
+                        uint64_t at, void* region, uint64_t value, uint32_t op, bool strong, uint32_t, void** request) {
+            return older()->iputSignal(rma, context, from, from_region, bytes, to, to_region, rank, at, region, value, op, strong, request);
+        };
+        iget = [](void* rma, int context, uint64_t remote, void* remote_region, size_t bytes, uint64_t local, void* local_region,
+                  uint32_t rank, uint32_t,
+                  void** request) { return older()->iget(rma, context, remote, remote_region, bytes, local, local_region, rank, request); };
     }
-    abi::Result init(void** context, abi::Logger logger) const;
-    abi::Result finalize(void* context) const { return call(&abi::RmaV14::finalize, &abi::RmaV16::finalize, context); }
-    abi::Result devices(int* count) const { return call(&abi::RmaV14::devices, &abi::RmaV16::devices, count); }
-    abi::Result properties(abi::Properties* to) const { return call(&abi::RmaV14::getProperties, &abi::RmaV16::getProperties, 0, to); }
-    abi::Result rma_properties(void* comm, abi::RmaProperties* to) const;  // of an older plugin NCCL takes them to be false
-    abi::Result listen(void* context, void* handle, void** listener) const;
-    abi::Result connect(void* context, void** handles, int ranks, int rank, void* listener, void** comm) const;
-    abi::Result close_listen(void* listener) const { return call(&abi::RmaV14::closeListen, &abi::RmaV16::closeListen, listener); }
-    abi::Result close_coll(void* comm) const { return call(&abi::RmaV14::closeColl, &abi::RmaV16::closeColl, comm); }
-    abi::Result create_context(void* comm, int count, void** rma) const;
-    abi::Result destroy_context(void* rma) const { return call(&abi::RmaV14::destroyContext, &abi::RmaV16::destroyContext, rma); }
-    abi::Result reg_mr(void* comm, void* data, size_t bytes, int type, uint64_t flags, void** region) const;
-    abi::Result dereg_mr(void* comm, void* region) const { return call(&abi::RmaV14::deregMrSym, &abi::RmaV16::deregMrSym, comm, region); }
-    bool has_dma_buf() const { return (v16_ != nullptr ? v16_->regMrSymDmaBuf : v14_->regMrSymDmaBuf) != nullptr; }
-
-    abi::Result put(void* rma, int context, uint64_t from, void* from_region, size_t bytes, uint64_t to, void* to_region, uint32_t rank,
-                    void** request) const;
-    abi::Result put_signal(void* rma, int context, uint64_t from, void* from_region, size_t bytes, uint64_t to, void* to_region,
-                           uint32_t rank, uint64_t signal, void* signal_region, uint64_t value, uint32_t op, bool strong,
-                           void** request) const;
-    abi::Result get(void* rma, int context, uint64_t remote, void* remote_region, size_t bytes, uint64_t local, void* local_region,
-                    uint32_t rank, void** request) const;
-    abi::Result flush(void* rma, int context, void* region, uint32_t rank, void** request) const;
-    abi::Result test(void* comm, void* request, int* done) const {
-        return call(&abi::RmaV14::test, &abi::RmaV16::test, comm, request, done);
-    }
-    abi::Result progress(void* rma) const { return call(&abi::RmaV14::rmaProgress, &abi::RmaV16::rmaProgress, rma); }
-    abi::Result last_error(void* rma, bool* failed) const {
-        return call(&abi::RmaV14::queryLastError, &abi::RmaV16::queryLastError, rma, failed);
-    }
-
-    std::string never_called() const;  // places in the table, of those that the plugin has; "": none
 
   private:
-    // Both tables are a name and functions, so the place of a function is that of a pointer.
-    template <class Of, class Function>
-    Function note(const Of& table, Function Of::* function) const {
-        const auto at = reinterpret_cast<const char*>(&(table.*function)) - reinterpret_cast<const char*>(&table);
-        called_[static_cast<size_t>(at) / sizeof(void*)] = true;
-        return table.*function;
+    static const abi::RmaV14*& older() {
+        static const abi::RmaV14* table;
+        return table;
     }
-    uint32_t hints() const;
-
-    const abi::RmaV14* v14_ = nullptr;
-    const abi::RmaV16* v16_ = nullptr;
-    mutable std::atomic<bool> called_[sizeof(abi::RmaV16) / sizeof(void*)] = {};
-    mutable std::atomic<uint32_t> asked_{0};
 };

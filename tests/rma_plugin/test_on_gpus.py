@@ -21,7 +21,6 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.gpu2
 @pytest.mark.parametrize("lsa", [None, 1])
-@pytest.mark.parametrize("way", ["loopback", "tcp"])
 @pytest.mark.parametrize("how", ["processes", "threads"])
-def test_gin_kernels_find_every_byte(program: Path, how: str, way: str, lsa: int | None) -> None:
-    assert gin_program.run(program, 2, how, way, lsa).count("all bytes are right") == 2
+def test_gin_kernels_find_every_byte(program: Path, how: str, lsa: int | None) -> None:
+    assert gin_program.run(program, 2, how, lsa).count("all bytes are right") == 2

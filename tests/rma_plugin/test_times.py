@@ -11,23 +11,21 @@ from moecomm import rma_plugin
 
 from .conftest import Drive
 
-WAYS = ("loopback", "tcp")
 TABLE = "ncclRmaPlugin_v14"  # a name and 20 functions: init is the first, finalize the last
 
 
-def times(drive: Drive, way: str, memory: str, on: str) -> tuple[list[dict[str, int]], float]:
+def times(drive: Drive, on: str) -> tuple[list[dict[str, int]], float]:
     """Return the times of each rank, and the seconds that all of it took."""
     begin = time.monotonic()
-    said = drive("random", way=way, memory=memory, ops=40, slice=100_000, times=on)
+    said = drive("random", ops=40, slice=100_000, times=on)
     outside = ("posted", "posted_signals", "posted_bytes", "issuing_ns", "calls_that_poll", "calling_ns")
     names = (*outside, "on", "since_ns", *rma_plugin.SUMS)
     lines = [line.split()[1:] for line in said.splitlines() if line.startswith("times ")]
     return [dict(zip(names, map(int, line), strict=True)) for line in lines], time.monotonic() - begin
 
 
-@pytest.mark.parametrize(("way", "memory"), [("loopback", "cuda"), ("tcp", "cuda"), ("tcp", "host")])
-def test_numbers_are_exact_and_times_fit_into_each_other(drive: Drive, way: str, memory: str) -> None:
-    ranks, seconds = times(drive, way, memory, "1")
+def test_numbers_are_exact_and_times_fit_into_each_other(drive: Drive) -> None:
+    ranks, seconds = times(drive, "1")
     assert len(ranks) == 2
     for found in ranks:
         assert found["posted"] > 100 and found["on"] == 1
@@ -42,13 +40,12 @@ def test_numbers_are_exact_and_times_fit_into_each_other(drive: Drive, way: str,
         assert 0 < found["writing_ns"] <= found["polling_ns"]
         assert 0 < found["empty_polls"] < found["polls"]
         assert found["clock_reads"] >= 2 * found["operations"] + 2 * found["polls"]
-        assert (0 < found["driver_ns"] < found["posting_ns"]) == (memory == "cuda")
+        assert 0 < found["driver_ns"] < found["posting_ns"]
     assert sum(found["words"] for found in ranks) == sum(found["signals"] for found in ranks)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_off_nothing_is_added_up_and_no_clock_is_read(drive: Drive, way: str) -> None:
-    for found in times(drive, way, "cuda", "0")[0]:
+def test_off_nothing_is_added_up_and_no_clock_is_read(drive: Drive) -> None:
+    for found in times(drive, "0")[0]:
         assert found["posted"] > 100
         assert {name: found[name] for name in ("on", "since_ns", *rma_plugin.SUMS) if found[name]} == {}
 

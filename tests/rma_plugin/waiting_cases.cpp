@@ -1,15 +1,13 @@
 // Calls that might wait, and must not hold up NCCL's thread; and signals that wait for longer than their memory is registered.
 #include "copies.h"
-#include "open.h"
 #include "scenarios.h"
 
 // A GPU that ends no copy for a while.  NCCL's thread gives it as many as there is room for, and has all that it needs for them.
 bool crowded(const Options& options, World& world, int rank) {
-    use_cuda_on_this_thread(options);
     Open open(options, world, rank);
     world.barrier();
     constexpr int kRoom = moecomm::rma::CopyStream::kRoom;
-    hold_copies(true);
+    fake_hold_copies(true);
     open.proxy.start();
     if (rank == 0) {
         Operation one = open.put(8);
@@ -19,10 +17,10 @@ bool crowded(const Options& options, World& world, int rank) {
             for (int peer = 0; peer < options.ranks; ++peer) open.proxy.post(0, peer, open.put(100));
         }
         const auto deadline = Clock::now() + kLong;
-        while (open_copies() < 2 * kRoom - 1 && Clock::now() < deadline) std::this_thread::yield();
-        require(open_copies() == 2 * kRoom - 1, "copies to two ranks are open: " + std::to_string(open_copies()));
+        while (fake_open_copies() < 2 * kRoom - 1 && Clock::now() < deadline) std::this_thread::yield();
+        require(fake_open_copies() == 2 * kRoom - 1, "copies to two ranks are open: " + std::to_string(fake_open_copies()));
     }
-    hold_copies(false);
+    fake_hold_copies(false);
     require(open.proxy.wait_all(), "puts failed: " + logged());
     world.barrier();
     open.proxy.close();
@@ -31,17 +29,16 @@ bool crowded(const Options& options, World& world, int rank) {
 
 // The last rank registers nothing.  What the others had mapped of each other by then is given back while their threads are at work.
 bool half_registered(const Options& options, World& world, int rank) {
-    use_cuda_on_this_thread(options);
     Open open(options, world, rank);
     open.proxy.start();
-    const int last = options.ranks - 1, mapped = mapped_windows();
+    const int last = options.ranks - 1, mapped = fake_mapped_windows();
     require(mapped > last, "windows of all others are mapped beside our own");
     if (rank < last) {
-        char* memory = allocate(options, 4096, Sharing::kWindow);
+        char* memory = allocate_window(4096);
         void* region = nullptr;
-        require(open.proxy.table.reg_mr(open.proxy.comm, memory, 4096, abi::kPtrCuda, 0, &region) == abi::kRemoteError, "regMrSym");
+        require(open.proxy.table.regMrSym(open.proxy.comm, memory, 4096, abi::kPtrCuda, 0, &region) == abi::kRemoteError, "regMrSym");
         require(region == nullptr && names("ConnectFailed: registering memory with rank 2: nothing came"), "its error");
-        require(mapped_windows() == mapped + 1, "only the memory itself is still mapped");
+        require(fake_mapped_windows() == mapped + 1, "only the memory itself is still mapped");
     }
     world.barrier();
     for (int peer = 0; peer < options.ranks; ++peer) open.proxy.post(0, peer, open.put(100));
@@ -51,20 +48,16 @@ bool half_registered(const Options& options, World& world, int rank) {
     return true;
 }
 
-// The memory of the first of two signals is given back while that one waits: before rank 0 looks ("unread"), behind copies of the bytes
-// before it ("held"), or behind our own copies of a put to ourselves ("own").
-bool late_signal(const Options& options, World& world, int rank, const std::string& where) {
-    use_cuda_on_this_thread(options);
+// The memory of the first of two signals is given back while that one waits: before rank 0 looks ("unread"), or behind copies of a put to
+// ourselves ("own").
+bool late_signal(const Options& options, World& world, int rank) {
+    const bool own = options.variant == "own";
     Open open(options, world, rank);
     static uint64_t first = 0, second = 0;
-    const Table& table = open.proxy.table;
-    void* gone = nullptr;
-    require(table.reg_mr(open.proxy.comm, reinterpret_cast<char*>(&first), sizeof first, abi::kPtrHost, 0, &gone) == abi::kSuccess,
-            "regMrSym: " + logged());
-    void* stays = open.proxy.add(reinterpret_cast<char*>(&second), sizeof second, 0, true);
-    const bool own = where == "own", held = own || where == "held";
-    if (rank == 0 && held) hold_copies(true);
-    if (rank == 1 || held) open.proxy.start();
+    void* gone = open.proxy.add(reinterpret_cast<char*>(&first), sizeof first, 0, abi::kPtrHost);
+    void* stays = open.proxy.add(reinterpret_cast<char*>(&second), sizeof second, 0, abi::kPtrHost);
+    if (rank == 0) fake_hold_copies(own);
+    if (rank == 1 || own) open.proxy.start();
     world.barrier();
     if (rank == (own ? 0 : 1)) {
         for (void* signals : {gone, stays}) {
@@ -72,24 +65,21 @@ bool late_signal(const Options& options, World& world, int rank, const std::stri
             put.signal = signals;
             open.proxy.post(0, 0, put);
         }
+        if (!own) require(open.proxy.wait_all(), "puts failed: " + logged());
     }
+    if (!own) world.barrier();
     if (rank == 0) {
-        const int copies = held ? (own ? 4 : 2) : 0;  // those to ourselves go through the host
         const auto deadline = Clock::now() + kLong;
-        while (held && open_copies() < copies && Clock::now() < deadline) std::this_thread::yield();
-        require(!held || open_copies() == copies, "the bytes of both puts are being copied");
-        require(table.dereg_mr(open.proxy.comm, gone) == abi::kSuccess, "deregMrSym: " + logged());
-        if (held) {
-            hold_copies(false);
-        } else {
-            open.proxy.start();
-        }
+        while (own && fake_open_copies() < 4 && Clock::now() < deadline) std::this_thread::yield();  // through the host
+        open.proxy.remove(gone);
+        fake_hold_copies(false);
+        if (!own) open.proxy.start();
         const auto came = [] { return __atomic_load_n(&second, __ATOMIC_ACQUIRE) != 0; };
         while (!came() && !open.proxy.last_error() && Clock::now() < deadline) std::this_thread::yield();
         require(second == 1, "the signal behind the dropped one: " + logged());
         require(first == 0, "a signal was written to memory that was given back");
+        require(open.proxy.wait_all() && !open.proxy.last_error(), "puts failed: " + logged());
     }
-    require(open.proxy.wait_all() && !open.proxy.last_error(), "puts failed: " + logged());
     world.barrier();
     open.proxy.close();
     return true;

@@ -6,6 +6,7 @@
 #include <functional>
 #include <string>
 
+#include "fake_cuda.h"
 #include "nccl_abi.h"
 
 namespace abi = moecomm::rma::abi;
@@ -14,12 +15,10 @@ using Clock = std::chrono::steady_clock;
 constexpr int kMostRanks = 8;
 
 struct Options {
-    std::string plugin, scenario, memory = "host", mode = "processes", way;
+    std::string plugin, scenario, variant, mode = "processes";
     int ranks = 2, epochs = 2, contexts = 2, ops = 60, queue = 32, table = 14, seconds = 30;
     int lag = 0;                         // microseconds that rank 1 sleeps after each turn
-    int mixed = 0;                       // 1: rank 0 is reached over tcp alone
     uint64_t seed = 1, slice = 1 << 20;  // slice: bytes of a window for one sender and one context
-    bool cuda() const { return memory == "cuda"; }
 };
 
 struct Shared {  // between the ranks
@@ -33,7 +32,7 @@ class World {
     World(const Options& options);
     // Each rank runs `body`; true if all return true in time.  A rank may be expected to die.
     bool run(const std::function<bool(int rank)>& body, int expected_to_die = -1);
-    void barrier(int ranks = 0);  // of that many; 0: of all
+    void barrier();
     Shared& shared() { return *shared_; }
 
   private:
@@ -44,30 +43,13 @@ class World {
 [[noreturn]] void give_up(const std::string& why);  // the test has failed
 void require(bool fact, const std::string& what);
 
-enum class Sharing { kWindow, kPrivate };                               // as NCCL's windows, as NCCL's signals
-char* allocate(const Options& options, size_t bytes, Sharing sharing);  // filled with kUntouched, or zeros if private
-void use_cuda_on_this_thread(const Options& options);
-
-// For the fake driver: calls that may wait are errors on the calling thread, and elsewhere wait until this thread goes on.
-class AsNcclThread {
-  public:
-    explicit AsNcclThread(const Options& options);
-    ~AsNcclThread();
-    AsNcclThread(const AsNcclThread&) = delete;
-    AsNcclThread& operator=(const AsNcclThread&) = delete;
-
-  private:
-    const bool cuda_;
-};
-// Copies of this process, with memory=cuda.
-void hold_copies(bool hold);  // while they are held none ends
-int open_copies();            // behind which an event has been recorded that has not ended
-int mapped_windows();
-
 constexpr unsigned char kUntouched = 0xee;
+char* allocate_window(size_t bytes);   // as NCCL's windows, which can be exported; filled with kUntouched
+char* allocate_signals(size_t bytes);  // as NCCL's signals, which can't; zeros
 
 const std::string& logged();  // what the plugin has said so far
 void log_line(int level, unsigned long flags, const char* file, int line, const char* format, ...);
+bool names(const std::string& one);  // the plugin has said so
 
 inline uint64_t mix(uint64_t value) {
     value += 0x9e3779b97f4a7c15ull;

@@ -262,5 +262,7 @@ def test_the_share_of_a_nic_has_no_bias_by_construction() -> None:
 
 
 def test_other_results_are_passed_over() -> None:
-    others = [RESULTS / f"{name}.json" for name in ("host_vs_gloo", "latency-gin-tcp-h100-2", "moe-deepseek-v3-h200-4")]
+    others = [
+        RESULTS / f"{name}.json" for name in ("host_vs_gloo", "latency-backends-h100-4", "moe-deepseek-v3-h200-4")
+    ]
     assert check(others, load(), ModelNic())["measured"] == []

@@ -1,8 +1,9 @@
-"""Domains over tcp whose processes can't see each other, as on several hosts: a link breaks, a rank closes."""
+"""Domains over the RMA plugin whose processes do not watch each other: a connection breaks, a rank closes."""
 
 from __future__ import annotations
 
 import os
+import re
 import socket
 import time
 from contextlib import suppress
@@ -18,7 +19,7 @@ from moecomm.backends import lsa, nic
 from ..conftest import Ranks
 from .test_nvlink import SMALL, open_kind, routing
 
-KIND = "gin tcp, 2 domains"
+KIND = "gin, 2 domains"
 FIRST = 20  # rounds before a link breaks
 TIMEOUT_S = 30.0
 
@@ -29,14 +30,15 @@ def _apart() -> None:
 
 
 def connections() -> dict[str, socket.socket]:
-    """Return connections of this process over 127.0.0.1."""
+    """Return connections of this process to or from a listener of the plugin, whose name is 32 hexadecimal digits."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
             what = os.readlink(f"/proc/self/fd/{name}")
             if what.startswith("socket:"):
                 one = socket.socket(fileno=os.dup(int(name)))
-                if one.family == socket.AF_INET and one.getpeername() and one.getsockname()[0] == "127.0.0.1":
+                ends = (one.getsockname(), one.getpeername()) if one.family == socket.AF_UNIX else ()
+                if any(re.fullmatch(rb"\0[0-9a-f]{32}", bytes(end)) for end in ends if isinstance(end, bytes)):
                     found[what] = one
     return found
 
