@@ -21,6 +21,7 @@ const std::map<std::string, Scenario*> kScenarios = {
     {"crowded", crowded},
     {"half_registered", half_registered},
     {"late", late_signal},
+    {"copied_into", copied_into},
     {"liar", liar},
 };
 

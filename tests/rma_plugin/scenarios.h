@@ -6,7 +6,7 @@ using Scenario = bool(const Options& options, World& world, int rank);
 Scenario random_case;                                             // random_case.cpp
 Scenario killed, silent, absent, elsewhere, left, again, misuse;  // failure_cases.cpp
 Scenario strangers, no_descriptors, no_descriptor_for_window;     // door_cases.cpp
-Scenario crowded, half_registered, late_signal;                   // waiting_cases.cpp
+Scenario crowded, half_registered, late_signal, copied_into;      // waiting_cases.cpp
 Scenario liar;                                                    // liar_case.cpp
 
 constexpr uint64_t kWindowBytes = 1 << 20;

@@ -16,8 +16,7 @@ class Table : public abi::RmaV16 {
             static_cast<abi::RmaV16&>(*this) = *newest;
             return;
         }
-        older() = static_cast<const abi::RmaV14*>(::dlsym(library, "ncclRmaPlugin_v14"));
-        require(version == 14 && older() != nullptr, "the plugin lacks a table");
+        require(version == 14 && older(library) != nullptr, "the plugin lacks a table");
         // The older one has the same functions, but one, and in the same order; three of them take no hints.
         const size_t before = offsetof(abi::RmaV16, getRmaProperties);
         std::memcpy(static_cast<void*>(this), older(), before);
@@ -35,8 +34,9 @@ class Table : public abi::RmaV16 {
     }
 
   private:
-    static const abi::RmaV14*& older() {
-        static const abi::RmaV14* table;
+    // The table of the first library that is given: a test loads one.
+    static const abi::RmaV14* older(void* library = nullptr) {
+        static const auto* const table = static_cast<const abi::RmaV14*>(::dlsym(library, "ncclRmaPlugin_v14"));
         return table;
     }
 };

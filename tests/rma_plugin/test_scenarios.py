@@ -35,6 +35,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "a registration fails": ("half_registered", {"ranks": 3, "timeout_ms": 3000}, ""),
     # A signal whose memory is given back while it waits is dropped.
     "a late signal": ("late", {}, ""),
+    "a copy under way": ("copied_into", {}, ""),
     "a late signal to oneself": ("late-own", {}, ""),
     # Broken, silent and absent peers: a named error, at once or after the timeout.
     "killed": ("killed", {"ranks": 4}, ""),
@@ -81,8 +82,8 @@ def watched(tmp_path_factory: pytest.TempPathFactory, fake_cuda: Path) -> Path:
     return build_driver(tmp_path_factory.mktemp("asan"), fake_cuda, ASAN, with_plugin=True)
 
 
-@pytest.mark.sanitized
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.sanitized  # UBSan opens a descriptor to look at an object
+@pytest.mark.parametrize("name", [name for name in CASES if "descriptor" not in name])
 def test_memory(watched: Path, fake_cuda: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     # The driver never frees the windows of its ranks.  Leaks of the plugin are errors, where ranks are threads:
     # processes end by _exit.

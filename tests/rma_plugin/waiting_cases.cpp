@@ -84,3 +84,30 @@ bool late_signal(const Options& options, World& world, int rank) {
     open.proxy.close();
     return true;
 }
+
+// Memory is given back while a copy into it is under way: that waits for the copy.
+bool copied_into(const Options& options, World& world, int rank) {
+    Open open(options, world, rank);
+    open.proxy.start();
+    void* gone = open.proxy.add(allocate_window(4096), 4096);
+    world.barrier();
+    fake_hold_copies(true);
+    Operation put = open.put(1000);
+    put.to = gone;
+    open.proxy.post(0, rank, put);
+    const auto deadline = Clock::now() + kLong;
+    while (fake_open_copies() < 2 && Clock::now() < deadline) std::this_thread::yield();  // through the host
+    std::atomic<bool> given_back{false};
+    std::thread giving([&] {
+        open.proxy.remove(gone);
+        given_back = true;
+    });
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    require(!given_back, "memory was given back with a copy under way");
+    fake_hold_copies(false);
+    giving.join();
+    require(open.proxy.wait_all(), "puts failed: " + logged());
+    world.barrier();
+    open.proxy.close();
+    return true;
+}
