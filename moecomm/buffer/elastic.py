@@ -176,11 +176,6 @@ class Membership:
         old = self._rounds
         timeout_s = old.members.timeout_s
         with CollectiveCall(old, 0), span(old.flight.spans, "grow"):
-            old.require_usable()
-            if (checked(placement) is None) != (old.placement is None):
-                got, want = ("None", "that of all ranks") if placement is None else (repr(placement), "None")
-                raise BadInput("placement", got, f"{want}, as the Buffer was opened with one or without")
-            require_idle(old, "grow")
             found = rendezvous(group)
             with opening(
                 found,
@@ -189,6 +184,11 @@ class Membership:
                 note="grow()",
                 others=lambda: last_calls.others(old.ranks),
             ) as ranks:
+                old.require_usable()
+                if (checked(placement) is None) != (old.placement is None):
+                    got, want = ("None", "that of all ranks") if placement is None else (repr(placement), "None")
+                    raise BadInput("placement", got, f"{want}, as the Buffer was opened with one or without")
+                require_idle(old, "grow")
                 among: dict[str, Any] = {"ranks": ranks.ranks, "num_experts": old.experts.count}
                 if old.origin.domain_ranks is not None and ranks.ranks % old.origin.domain_ranks == 0:
                     among["domain_ranks"] = old.origin.domain_ranks

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from moecomm import _native
@@ -48,8 +48,8 @@ def _release(rounds: Rounds) -> None:
     session.require_releasable()
     if rounds.masked:
         raise BadInput("release_memory", f"masked ranks {sorted(rounds.masked)}", "no masked rank: all take part")
-    refuse_capture(rounds, "release_memory")
     with agreement(rounds, "release_memory") as ranks:
+        refuse_capture(rounds, "release_memory")
         session.synchronize()
         rounds.raise_failure()
         rounds.check_parts()
@@ -79,24 +79,29 @@ def refuse_capture(rounds: Rounds, call: str) -> None:
         raise BadInput(call, "a call during a capture", "a call outside of it")
 
 
+def exchange(rounds: Rounds, call: str) -> AbstractContextManager[Opening]:
+    """Open the agreement on a call that changes nothing that rounds need: if it fails, the Buffer goes on."""
+    return opening(
+        rounds.members.group,
+        rounds.members.timeout_s,
+        call,
+        f"Buffer {rounds.members.number} of the group",
+        lambda: interruption(rounds, call),
+        note=f"{call}()",
+        others=lambda: last_calls.others(rounds.ranks),
+    )
+
+
 @contextmanager
 def agreement(rounds: Rounds, call: str) -> Iterator[Opening]:
-    """Open the agreement on a call.
+    """Open the agreement on a call that changes what rounds need.
 
     If it fails so that some ranks may have released or restored memory, and others not, the Buffer ends.  A refusal is
     no such failure: it comes before the first exchange, or all ranks undo what they have done.
     """
-    before, members = rounds.released, rounds.members
+    before = rounds.released
     try:
-        with opening(
-            members.group,
-            members.timeout_s,
-            call,
-            f"Buffer {members.number} of the group",
-            lambda: interruption(rounds, call),
-            note=f"{call}()",
-            others=lambda: last_calls.others(rounds.ranks),
-        ) as ranks:
+        with exchange(rounds, call) as ranks:
             yield ranks
     except MoecommError as error:
         if isinstance(error, RoundFailed) or rounds.released != before:

@@ -16,6 +16,8 @@ from torch.distributed import DistNetworkError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+FORGOTTEN = b""  # in place of the outcome of an opening so long ago that no rank has kept it
+
 _SHORTEST_NAP_S, _LONGEST_NAP_S, _GROWTH = 5e-5, 1e-2, 1.5  # a nap is at most half as long as all before it
 
 
@@ -50,8 +52,8 @@ class Board(Protocol):
         """Set a value unless it has been set; return the value that is set now."""
         ...
 
-    def count(self, key: str) -> int:
-        """Return how often this has been called for `key` before."""
+    def count(self, key: str, by: int) -> int:
+        """Add to the number of a key, 0 at first; return the number before."""
         ...
 
     def erase(self, keys: Sequence[str]) -> None:
@@ -101,8 +103,8 @@ class Part:
     def decide(self, key: str, value: bytes) -> bytes:
         return self._board.decide(self._prefix + key, value)
 
-    def count(self, key: str) -> int:
-        return self._board.count(self._prefix + key)
+    def count(self, key: str, by: int) -> int:
+        return self._board.count(self._prefix + key, by)
 
     def erase(self, keys: Sequence[str]) -> None:
         self._board.erase([self._prefix + key for key in keys])
@@ -164,11 +166,11 @@ class LocalBoard:
             shared.changed.notify_all()
             return shared.values.setdefault(self._prefix + key, value)
 
-    def count(self, key: str) -> int:
+    def count(self, key: str, by: int) -> int:
         values = self._shared.values
         with self._shared.changed:
             before = int(values.get(self._prefix + key, b"0"))
-            values[self._prefix + key] = b"%d" % (before + 1)
+            values[self._prefix + key] = b"%d" % (before + by)
         return before
 
     def erase(self, keys: Sequence[str]) -> None:
@@ -234,8 +236,8 @@ class StoreBoard:
         stands = self._call(self._store.compare_set, self._prefix + key, "", value.decode())
         return bytes(stands)
 
-    def count(self, key: str) -> int:
-        return int(self._call(self._store.add, self._prefix + key, 1)) - 1
+    def count(self, key: str, by: int) -> int:
+        return int(self._call(self._store.add, self._prefix + key, by)) - by
 
     def erase(self, keys: Sequence[str]) -> None:
         for key in keys:

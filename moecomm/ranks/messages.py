@@ -121,14 +121,15 @@ class Failed(NamedTuple):
         rank: the rank that announced it.
         text: of the error.
         fields: its attributes.
-        stray: `rank` passed a group that is none, and has raised the error itself.
+        absent: ranks that had not come and never hear of it: others have waited for them in vain, or they have raised
+            the error themselves.
     """
 
     kind: str
     rank: int
     text: str
     fields: dict[str, Any]
-    stray: bool
+    absent: list[int]
 
 
 class Stray(NamedTuple):

@@ -5,6 +5,10 @@ Buffer's memory and restoring it end likewise (moecomm/membership/suspension.py)
 
 Ranks leave each other bytes on a board.  A failing rank writes its error into the outcome of the opening, which is
 decided once: by the first rank that fails, or by the first rank that sees all ranks ready.  Waiting ranks read it.
+
+The openings of a group have numbers.  A rank joins the next one, but none that its peers gave up because it did not
+come: its call belongs to a later one.  So a call that a rank leaves out costs its peers that call alone.  Other errors
+of an opening wait for ranks that are late.  A rank has left the call out if its peers give up a later one as well.
 """
 
 from __future__ import annotations
@@ -16,12 +20,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
-from moecomm import errors
+from moecomm import _native, errors
 from moecomm.base.processes import Deaths, pid_namespace
 from moecomm.base.validation import seconds
 from moecomm.errors import Aborted, BadInput, Mismatch, MoecommError, PeerLost, RoundFailed, Timeout, Unsupported
 from moecomm.ranks import last_calls, messages, strays
-from moecomm.ranks.board import Board
+from moecomm.ranks.board import FORGOTTEN, Board
 from moecomm.ranks.group import Group
 from moecomm.ranks.messages import Failed, Opened
 
@@ -43,6 +47,7 @@ def opening(
     *,
     note: str = "",
     others: Callable[[], str] = lambda: "",
+    turn: _native.Turn | None = None,
 ) -> Iterator[Opening]:
     """Collective: exchange data between ranks until a Buffer is open.
 
@@ -56,6 +61,7 @@ def opening(
         interruption: returns the error that ends this rank's waits, if there is one.
         note: name of this call, with parentheses, for ranks that wait in another one; "": they know of it.
         others: returns where the other ranks are, as the end of the text of a Timeout.
+        turn: of the _native.Call of one round that this is; an interrupt before that is made calls for abort().
 
     Raises:
         BadInput, Mismatch, Timeout, PeerLost, Aborted, Unsupported: the error of this rank, or one that another rank
@@ -63,6 +69,8 @@ def opening(
     """
     opened = Opening(ranks, call, of, interruption, others)
     try:
+        if turn is not None:
+            turn.made += 1  # between this and the beginning of the block no signal handler runs
         with last_calls.noted(ranks.board, ranks.rank, note) if note and ranks.ranks > 1 else nullcontext():
             opened.begin(timeout_s)
             yield opened
@@ -71,13 +79,23 @@ def opening(
         raise
     except Exception as error:
         named = Unsupported(str(error) or type(error).__name__)
-        opened.announce(named)
+        opened.announce(named, joins=True)
         raise named from error
     except BaseException as error:
-        opened.announce(
-            opened.failed(Aborted, ranks.rank, f"rank {ranks.rank} was ended by {type(error).__name__} {opened.during}")
-        )
+        opened.abort(error)
         raise
+    finally:
+        opened.close()
+
+
+def abort(ranks: Group, call: str, of: str, error: BaseException) -> None:
+    """End a call for the ranks that wait in it, or will: an interrupt has ended it on this rank before its opening().
+
+    The arguments are those of that opening(), and the interrupt.
+    """
+    opened = Opening(ranks, call, of)
+    try:
+        opened.abort(error)
     finally:
         opened.close()
 
@@ -109,10 +127,12 @@ class Opening:
         self._call, self._of, self._interruption, self._others = call, of, interruption, others
         self._kind = of or "Buffer" if call == "open" else "Buffer"
         self.timeout_s = _GRACE_S
-        self._board: Board | None = ranks.board() if ranks.ranks > 1 else None
+        self._make = ranks.board
+        self._board: Board | None = None  # one rank needs none
         self._attempt = self._step = 0
-        self._decided = True  # there is no outcome yet that could be decided
-        self._is_open = False
+        self._begun: int | None = None  # openings of this group that this rank had begun before this one
+        self._joined = self._decided = self._is_open = False
+        self._absent: list[int] = []  # ranks that this one has waited for in vain
         self._deaths = Deaths()
         self._global_ranks = ranks.global_ranks
         self._lookout: strays.Lookout | None = None
@@ -139,38 +159,53 @@ class Opening:
             self.timeout_s = seconds(timeout_s)  # first: a busy store may need it
         except BadInput as error:
             refused = error
-        self._count()
+        self._join()
         if refused is not None:
             raise refused
 
-    def _count(self) -> None:
-        board = self._board
-        if board is None:
+    def _join(self) -> None:
+        """Find the opening that this call belongs to.  Goes on where an interrupt has ended it."""
+        if (board := self._connected()) is None:
             return
         if not self.in_process and strays.withdraw():
             self._global_ranks = list  # those of the others may be withdrawn later
-        while True:
-            # Attempts are counted by rank: a late rank joins the attempt that its peers gave up, and fails too.
-            self._attempt = self._ask(None, board.count, f"begun/{self.rank}")
-            if (stands := self._outcome()) in (None, _OPEN) or not self._is_over_for_us(stands):
-                break
-            # Peers gave that attempt up because of a call of this process with a bad group, which has raised its error.
-        self._decided = False
+        key = f"begun/{self.rank}"
+        begun: int = self._ask(None, board.count, key, 0)
+        if self._begun is None:
+            self._begun = begun
+        if begun == self._begun:  # else an interrupt came before the answer
+            by = self._next(begun) + 1 - begun
+            begun = self._ask(None, board.count, key, by) + by
+        self._attempt = begun - 1
+        self._joined = True
+
+    def _connected(self) -> Board | None:
+        if self._board is None and self.ranks > 1:
+            self._board = self._make()
+        return self._board
 
     def waiting(self) -> list[int]:
         """Return the ranks that wait in the next opening, which this rank has not begun.  Not collective."""
-        if self._board is None:
+        if (board := self._connected()) is None:
             return []
-        begun = self._ask(None, self._board.read, [f"begun/{self.rank}"])
-        self._attempt = 0 if begun is None else int(begun[0])
-        if self._outcome() is not None:  # they have given up
+        self._attempt = self._next(self._ask(None, board.count, f"begun/{self.rank}", 0))
+        if self._outcome() is not None:
             return []
         missing = self._missing(self._keys("0"), None)
         return [rank for rank in range(self.ranks) if rank not in missing]
 
-    def _is_over_for_us(self, stands: bytes) -> bool:
-        said = messages.unpack(stands, Failed)
-        return said.rank == self.rank and said.stray
+    def _next(self, begun: int) -> int:
+        """Return the opening that a call of this rank belongs to, which has begun so many.
+
+        It is the next one, but behind the last that peers gave up because they waited for this rank in vain.  Errors of
+        others are for this rank, too, which may be late.
+        """
+        found = self._attempt = begun
+        while (stands := self._outcome()) not in (None, _OPEN):
+            self._attempt += 1
+            if stands == FORGOTTEN or self.rank in messages.unpack(stands, Failed).absent:
+                found = self._attempt
+        return found
 
     def all_gather(self, data: bytes) -> list[bytes]:
         """Return the data of every rank, by rank.  The ranks may pass different numbers of bytes.
@@ -262,14 +297,26 @@ class Opening:
         found = self._ask(None, self._board.look, keys)
         return [data[0 if self._step else _IDENTITY :] for data in found if data is not None]
 
-    def announce(self, error: MoecommError) -> None:
-        """Make the opening fail on all ranks that have not failed yet."""
-        if self._board is not None and not self._decided:
+    def announce(self, error: MoecommError, *, joins: bool = False) -> None:
+        """Make the opening fail on all ranks that have not failed yet.
+
+        `joins`: also if an interrupt, say, has ended begin(); peers wait in the opening that it would have found.
+        """
+        if joins and not self._joined:
+            self.timeout_s = _GRACE_S
+            with suppress(MoecommError):
+                self._join()
+        if self._joined and not self._decided:
             self._decide(error)
+
+    def abort(self, error: BaseException) -> None:
+        """Announce that an interrupt has ended this rank's call, wherever it was."""
+        text = f"rank {self.rank} was ended by {type(error).__name__} {self.during}"
+        self.announce(self.failed(Aborted, self.rank, text), joins=True)
 
     def is_open_despite(self, error: BaseException) -> bool:
         """Return whether all other ranks go on, after settle() has raised an error on this one.  Announce it if not."""
-        if self._board is None or self._is_open or self._decided:
+        if not self._joined or self._is_open or self._decided:
             return self._is_open
         text = f"rank {self.rank} was ended by {type(error).__name__} {self.during}"
         return self._decide(self.failed(Aborted, self.rank, text)) == _OPEN
@@ -342,6 +389,8 @@ class Opening:
 
     def _late(self, keys: list[str], deadline: float) -> RoundFailed:
         missing = self._missing(keys, deadline)
+        if self._step == 0:
+            self._absent = missing
         names = ", ".join(map(str, missing))
         begun = f"begun to open its {self._kind}" if self._call == "open" else f"called {self._call}()"
         what = begun if self._step == 0 else "come so far"
@@ -362,7 +411,7 @@ class Opening:
         if (found := self._lookout.find(self._missing(keys, deadline))) is not None:
             rank, said = found
             fields = {"argument": "group", "got": said.got, "want": said.want, "rank": rank}
-            raise self._announced(self._set_outcome(messages.pack(Failed("BadInput", rank, "", fields, True))))
+            raise self._announced(self._set_outcome(messages.pack(Failed("BadInput", rank, "", fields, [rank]))))
 
     def _lost(self, rank: int) -> RoundFailed:
         return self.failed(PeerLost, rank, f"rank {rank} is gone: its process has ended {self.during}")
@@ -385,7 +434,7 @@ class Opening:
 
     def _decide(self, error: MoecommError) -> bytes:
         """Decide the outcome, unless a peer has; return the outcome."""
-        return self._set_outcome(messages.pack(_record(error, self.rank)))
+        return self._set_outcome(messages.pack(_record(error, self.rank, self._absent)))
 
     def _set_outcome(self, record: bytes) -> bytes:
         """Write the outcome, if the store can still be reached."""
@@ -422,6 +471,9 @@ class Opening:
     def _announced(self, record: bytes) -> MoecommError:
         """Make the error that another rank has announced, as this rank raises it."""
         self._decided = True
+        if record == FORGOTTEN:
+            text = f"the other ranks have gone on without rank {self.rank} ({self.where})"
+            return self.failed(Timeout, self.rank, text)
         said = messages.unpack(record, Failed)
         rank, fields = said.rank, said.fields
         if said.kind == "BadInput":
@@ -436,12 +488,12 @@ class Opening:
         return error
 
 
-def _record(error: MoecommError, rank: int) -> Failed:
+def _record(error: MoecommError, rank: int, absent: list[int]) -> Failed:
     fields = {
         name: value if value is None or isinstance(value, int) else str(value)[:_TEXT]
         for name, value in vars(error).items()
     }
-    return Failed(type(error).__name__, rank, str(error)[:_TEXT], fields, False)
+    return Failed(type(error).__name__, rank, str(error)[:_TEXT], fields, absent)
 
 
 def _shown(label: bytes) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from moecomm import _native
 from moecomm.errors import Unsupported
+from moecomm.ranks.board import FORGOTTEN
 
 PAGE_BYTES = 128 << 10
 EXTENSIONS = PAGE_BYTES - 1024  # offset of what windows that grow use: moecomm.backends.windows.extensions
@@ -103,7 +104,7 @@ class Pages:
             stands = _native.read_long_word(self.addresses[0] + _DECISION)
             if stands >> _RANK_BITS >= number:
                 decided = self._decided(key)
-                if decided is None:  # so many decisions ago that no rank has kept it
+                if not decided:  # so many decisions ago that no rank has kept it
                     raise ConnectionError("the other ranks have gone on")
                 return decided
             if stands:
@@ -118,10 +119,11 @@ class Pages:
         kept = sorted({int(name[1:]) for name in self._mine if name[0] in "?="})
         self.erase([f"{kind}{number}" for number in kept[:-_KEPT] for kind in "?="])
 
-    def count(self, key: str) -> int:
+    def count(self, key: str, by: int) -> int:
         """Count a key that only this rank counts."""
         before = int(self._mine.get(key, b"0"))
-        self.write(key, b"%d" % (before + 1))
+        if by:
+            self.write(key, b"%d" % (before + by))
         return before
 
     def erase(self, keys: Sequence[str]) -> None:
@@ -145,7 +147,7 @@ class Pages:
             return None
         if stands >> _RANK_BITS == number:
             return self._proposal(stands)
-        return self._first(f"={number}")
+        return self._first(f"={number}") or (FORGOTTEN if key.endswith("/outcome") else None)
 
     def _first(self, key: str) -> bytes | None:
         """Return the value of the lowest rank that has one of this key."""

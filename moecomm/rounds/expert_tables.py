@@ -24,13 +24,13 @@ class AbsentEntries:
         self.words = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._before = 0  # the last reset
 
-    def read(self, *, reset: bool = False) -> int:
+    def read(self) -> int:
         """Return the number so far, without waiting for the device."""
-        found = int(self.words)
-        count = found - self._before
-        if reset:
-            self._before = found
-        return count
+        return int(self.words) - self._before
+
+    def reset(self) -> None:
+        """Count from 0 again, likewise."""
+        self._before = int(self.words)
 
 
 class _Table:

@@ -8,14 +8,13 @@ step writes those in use.
 from __future__ import annotations
 
 import secrets
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -39,8 +38,9 @@ from moecomm.errors import (
 from moecomm.membership.meeting import Survivors
 from moecomm.ranks.board import KeptBoard, StoreBoard
 from moecomm.ranks.group import Group
-from moecomm.ranks.opening import Opening, opening
+from moecomm.ranks.opening import Opening, abort, opening
 from moecomm.ranks.rendezvous import rendezvous
+from moecomm.rounds import failures
 from moecomm.transfer.casts import Cast, checked, described, kinds_of
 from moecomm.transfer.gpu import GpuCarrier
 from moecomm.transfer.host import HostCarrier
@@ -159,8 +159,7 @@ class WeightTransfer(Bound):
         self._of = f"WeightTransfer {agreement.number} of the group"
         self._name = f"WeightTransfer {agreement.number} ({identity})"  # of no other one, in any group
         self._staged = self._commits = 0  # number of the stage() that commit() takes; how many have been taken
-        self._call = threading.Lock()
-        self._caller: int | None = None  # thread of the call under way
+        self.turn = _native.Turn()
         self._closing = self._closed = False
 
     def stage(self, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -181,7 +180,7 @@ class WeightTransfer(Bound):
             ConcurrentCall: another thread is in a call.
             Closed: after close().
         """
-        with self._one_call(), self._agreement("stage", self._all) as ranks:
+        with self._call("stage"), self._agreement("stage", self._all) as ranks:
             self._staged = 0  # also if the call fails: other ranks may have begun to write
             given = self._given("tensors", tensors, self._rows[0], arriving=False)
             self._compare_commits(ranks.all_gather(_packed(self._commits if self._route.slots else -1)))
@@ -213,22 +212,18 @@ class WeightTransfer(Bound):
             Timeout, PeerLost, Aborted: as stage(), for receivers alone; ranks are numbered among receivers.
             ConcurrentCall, Closed: as stage().
         """
-        with ExitStack() as stack:
-            if also is not None and not (isinstance(also, Mapping) and all(type(one) is type(self) for one in also)):
-                raise BadInput("also", type(also).__name__, "tensors by WeightTransfer")
-            parts = [(self, into), *(also or {}).items()]
-            for part, _ in parts:
-                stack.enter_context(part._one_call())
+        parts: list[tuple[WeightTransfer, Into | None]] = [(self, into)]
+        with self._call("commit"), ExitStack() as stack:
             if self._receivers is None:
+                parts += self._others(also, stack)
                 for part, given in parts:
                     part._given("into", given, part._rows[1], arriving=True)
                 return
             decided, slots = False, list[dict[str, list[torch.Tensor]]]()
             try:
                 with self._agreement("commit", self._receivers) as ranks:
+                    parts += self._others(also, stack)
                     for part, given in parts:
-                        if part._members["commit"] != self._members["commit"]:
-                            raise BadInput("also", f"receivers {part._members['commit']}", self._members["commit"])
                         slots.append(part._given("into", given, part._rows[1], arriving=True))
                         if not part._staged:
                             raise BadInput("commit", "nothing to commit", "stage() first")
@@ -255,10 +250,11 @@ class WeightTransfer(Bound):
         if self._closed:
             return
         self._closing = True
-        if self._caller == threading.get_ident():
-            return
-        with self._call:
-            self._end()
+        with _native.AwaitedTurn(self.turn, lambda: None):
+            if self.turn.running:
+                self.turn.closing = True
+            else:
+                self._release()
 
     @property
     def staged(self) -> bool:
@@ -287,24 +283,63 @@ class WeightTransfer(Bound):
         number = list(members).index(ranks.rank)
         return Survivors(number, len(members), ranks.in_process, self._board.part, prefix, self._timeout_s)
 
-    @contextmanager
-    def _one_call(self) -> Iterator[None]:
-        if not self._call.acquire(blocking=False):
-            raise Closed("WeightTransfer") if self._closing else ConcurrentCall("WeightTransfer")
-        try:
-            if self._closing or self._window.closed:  # the second in a forked child
-                raise Closed("WeightTransfer")
-            self._caller = threading.get_ident()
-            yield
-        finally:
-            self._caller = None
-            if self._closing:
-                self._end()
-            self._call.release()
+    def _call(self, name: str) -> _native.Call:
+        """Return the context of a call, which raises Closed or ConcurrentCall.  `name`: "": it has no agreement."""
+        return _native.Call(self, int(name != ""), name)
+
+    # What _native.Call asks of its owner.
+
+    def _begin_call(self, rounds: int, nested: bool, note: object) -> None:
+        if self._closing or self._window.closed:  # the second in a forked child
+            raise Closed("WeightTransfer")
+
+    def _refuse(self) -> NoReturn:
+        raise Closed("WeightTransfer") if self._closing else ConcurrentCall("WeightTransfer")
+
+    def _interrupted(self, error: BaseException | None, note: str) -> None:
+        """Let peers know of a call that ends before its agreement, if a signal handler may have raised the error."""
+        if error is not None and not failures.is_interrupt(error):
+            return
+        ranks = self._receivers if note == "commit" else self._all
+        if ranks is not None:
+            abort(ranks, note, self._of, error or KeyboardInterrupt())
+
+    def _count_refused(self) -> None:
+        while self.turn.uncounted > 0:
+            self.turn.counted()
+
+    def _call_failed(self, error: BaseException, missed: bool, note: object) -> None:
+        """Count nothing: ranks agree in each call."""
+
+    def _release(self) -> None:
+        """Tell the other ranks, and free the memory."""
+        if self._closed:
+            return
+        if not self._window.closed:
+            for rank in range(self.num_ranks):
+                if rank != self.rank:
+                    self._bytes_of(rank)[self._flags + self.rank] = 1
+            self._synchronize()
+        self._memory.clear()
+        self._board.close()
+        self._window.close()
+        self._closed = True
+
+    def _others(self, also: Any, stack: ExitStack) -> list[tuple[WeightTransfer, Into | None]]:
+        """Return the `also` of commit(), each in a call of `stack`.  Raises BadInput, ConcurrentCall."""
+        if also is not None and not (isinstance(also, Mapping) and all(type(one) is type(self) for one in also)):
+            raise BadInput("also", type(also).__name__, "tensors by WeightTransfer")
+        for part in also or ():
+            if part is self or part.closed:
+                raise BadInput("also", "a closed one" if part.closed else "this one", "other, open transfers")
+            if part._members["commit"] != self._members["commit"]:
+                raise BadInput("also", f"receivers {part._members['commit']}", self._members["commit"])
+            stack.enter_context(part._call(""))
+        return list((also or {}).items())
 
     def _agreement(self, call: str, ranks: Group) -> Any:
         stopped = partial(self._stopped, call)
-        return opening(ranks, self._timeout_s, call, self._of, stopped, note=f"{call}()")
+        return opening(ranks, self._timeout_s, call, self._of, stopped, note=f"{call}()", turn=self.turn)
 
     def _stopped(self, call: str) -> RoundFailed | None:
         """Return the error that ends waits of this rank, if there is one."""
@@ -480,20 +515,6 @@ class WeightTransfer(Bound):
         if self._streams is not None:
             self._streams[1].synchronize()
             torch.cuda.current_stream(self._window.device).synchronize()
-
-    def _end(self) -> None:
-        """Tell the other ranks, and free the memory."""
-        if self._closed:
-            return
-        if not self._window.closed:
-            for rank in range(self.num_ranks):
-                if rank != self.rank:
-                    self._bytes_of(rank)[self._flags + self.rank] = 1
-            self._synchronize()
-        self._memory.clear()
-        self._board.close()
-        self._window.close()
-        self._closed = True
 
 
 def _switch(parts: Sequence[tuple[WeightTransfer, object]], slots: Sequence[Mapping[str, list[torch.Tensor]]]) -> None:

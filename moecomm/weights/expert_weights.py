@@ -80,16 +80,10 @@ class ExpertWeights:
         rounds = getattr(buffer, "rounds", None)
         if not isinstance(rounds, Rounds) or rounds.slots is None:
             raise BadInput("buffer", repr(buffer), "a Buffer that was opened with a placement")
-        if not isinstance(shapes, Mapping) or not shapes:
-            raise BadInput("shapes", repr(shapes), "shapes by name")
-        kinds: dict[str, Kind] = {}
-        for name, shape in shapes.items():
-            kind: Any = dtype.get(name) if isinstance(dtype, Mapping) else dtype
-            check_dtype("dtype", kind, _DTYPES)
-            kinds[name] = check_shape("shapes", shape), kind
         members = rounds.members
         how: dict[str, Any] = {"of": "ExpertWeights", "note": "ExpertWeights()"}
         with opening(members.group, members.timeout_s, **how) as ranks:
+            kinds = _kinds(shapes, dtype)
             ranks.compare(shown(kinds))  # copies find tensors by place
             ranks.settle()
         slots = rounds.slots.placement.slots
@@ -205,6 +199,18 @@ class ExpertWeights:
                     to[slot].copy_(origin[source])
                 else:
                     pace.copy(to[slot], origin[source])
+
+
+def _kinds(shapes: object, dtype: object) -> dict[str, Kind]:
+    """Return the kinds of tensors by name.  Raises BadInput."""
+    if not isinstance(shapes, Mapping) or not shapes:
+        raise BadInput("shapes", repr(shapes), "shapes by name")
+    kinds: dict[str, Kind] = {}
+    for name, shape in shapes.items():
+        kind: Any = dtype.get(name) if isinstance(dtype, Mapping) else dtype
+        check_dtype("dtype", kind, _DTYPES)
+        kinds[name] = check_shape("shapes", shape), kind
+    return kinds
 
 
 def _copies(rounds: Rounds, before: Placement, after: Placement) -> list[tuple[int, int, int]]:

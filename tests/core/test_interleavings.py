@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -142,9 +143,10 @@ class Board:
     def decide(self, key: str, value: bytes) -> bytes:
         return self._run.replace(key, None, value) or value
 
-    def count(self, key: str) -> int:
+    def count(self, key: str, by: int) -> int:
         before = int(self._run.load(key) or b"0")
-        self._run.store(key, b"%d" % (before + 1))
+        if by:
+            self._run.store(key, b"%d" % (before + by))
         return before
 
     def erase(self, keys: list[str]) -> None:
@@ -192,11 +194,15 @@ class Clocks:
         assert decision is not None
         return tuple(decision.members)
 
-    def open(self, run: Run, rank: int, ranks: int) -> list[bytes]:
-        """Open something on all ranks; return what each has brought."""
+    def open(self, run: Run, rank: int, ranks: int, calls: int = 1) -> list[bytes]:
+        """Open something on all ranks, in one of so many calls; return what each has brought."""
         self._mine.run, self._mine.rank = run, rank
         group = SimpleNamespace(rank=rank, ranks=ranks, in_process=True)
         group.global_ranks, group.board = list, lambda: Board(run, rank)
+        for _ in range(calls - 1):
+            with suppress(Timeout):
+                return opening.gather(group, b"%d" % rank, TIMEOUT_S)  # type: ignore[arg-type]
+            run.store("gave up", True)
         return opening.gather(group, b"%d" % rank, TIMEOUT_S)  # type: ignore[arg-type]
 
 
@@ -285,6 +291,26 @@ def explore_opening(monkeypatch: pytest.MonkeyPatch, is_killed: bool) -> int:
         assert all(one == [b"0", b"1"] for one in found) or all(isinstance(one, Timeout) for one in found), found
 
     return explore([*both, *killer, *(partial(tick, rank=rank) for rank in range(ranks))], ranks, check)
+
+
+@pytest.mark.parametrize("leaves_out", [True, False])
+def test_ranks_meet_in_the_next_opening_after_one_has_given_up(
+    monkeypatch: pytest.MonkeyPatch, leaves_out: bool
+) -> None:
+    """The clock of rank 0 may run out once.  Rank 1 comes whenever it does, or leaves out the call that fails so."""
+    clocks = Clocks()
+    monkeypatch.setattr(opening, "time", clocks)
+
+    def check(run: Run) -> None:
+        assert [rank.result for rank in run.ranks[:2]] == [[b"0", b"1"]] * 2, [rank.result for rank in run.ranks]
+
+    def second(run: Run) -> list[bytes]:
+        while leaves_out and not run.load("gave up"):
+            run.wait()
+        return clocks.open(run, rank=1, ranks=2, calls=1 if leaves_out else 2)
+
+    programs = [partial(clocks.open, rank=0, ranks=2, calls=2), second, partial(tick, rank=0, steps=(TIMEOUT_S,))]
+    assert explore(programs, 2, check) > (300 if leaves_out else 1000)
 
 
 @pytest.mark.long

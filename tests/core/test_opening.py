@@ -9,7 +9,11 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +22,11 @@ import torch.distributed as dist
 
 import moecomm
 from moecomm import _native
-from moecomm.ranks.board import StoreBoard
+from moecomm.ranks import opening as opening_module
+from moecomm.ranks.board import Part, StoreBoard
 from moecomm.ranks.collective import close_descriptors
 from moecomm.ranks.opening import gather, opening
-from moecomm.ranks.rendezvous import local_ranks, rendezvous
+from moecomm.ranks.rendezvous import LocalRank, local_ranks, rendezvous
 
 from ..backends.conftest import run_ranks
 from ..conftest import Ranks
@@ -62,20 +67,22 @@ def attempt(group: Any, settings: dict[str, Any]) -> tuple[str, str, int | None,
 
 
 def absent(rank: int, group: Any) -> tuple[Any, Any]:
-    """Rank 2 comes when the others have given up; then all try again."""
-    if rank == 2:
-        time.sleep(TIMEOUT_S + 0.7)
-    first = attempt(group, {"timeout_s": FAR_S} if rank == 2 else {})
-    return first, attempt(group, {"timeout_s": FAR_S})
+    """Rank 2 comes when the others have given up, and then they call again; so do all."""
+    first = None
+    if rank != 2:
+        first = attempt(group, {})
+    group.barrier().wait()
+    return first, [attempt(group, {"timeout_s": FAR_S})[0] for _ in range(2)]
 
 
-def test_an_absent_rank_is_a_timeout_for_all_and_for_itself(ranks: Ranks) -> None:
+def test_an_absent_rank_is_a_timeout_for_the_others_and_meets_them_in_the_next_opening(ranks: Ranks) -> None:
     for rank, (first, again) in enumerate(ranks.run(4, absent)):
+        assert again == ["open", "open"]
+        if rank == 2:
+            continue
         name, text, peer, seconds = first
         assert (name, peer) == ("Timeout", 2), (rank, first)
-        assert "for rank 2, which has not begun to open its Buffer" in text
-        assert seconds < ROOM_S, "the late rank is not kept waiting"
-        assert again[0] == "open", again
+        assert "for rank 2, which has not begun to open its Buffer" in text and seconds < ROOM_S
 
 
 BAD: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -277,13 +284,15 @@ def with_a_busy_store(rank: int, group: Any) -> str:
     asked = StoreBoard._call
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(StoreBoard, "count", lambda self, key: asked(self, slowly, self._store, self._prefix + key))
+            patch.setattr(
+                StoreBoard, "count", lambda self, key, by: asked(self, slowly, self._store, self._prefix + key, by)
+            )
         return attempt(group, {"timeout_s": 20.0})[0]
 
 
-def slowly(store: Any, key: str) -> int:
+def slowly(store: Any, key: str, by: int) -> int:
     time.sleep(0.6)  # longer than a board has that only names an error
-    return int(store.add(key, 1)) - 1
+    return int(store.add(key, by)) - by
 
 
 def test_a_store_that_answers_late_has_until_the_deadline(ranks: Ranks) -> None:
@@ -368,12 +377,173 @@ def test_the_rank_that_has_the_store(ranks: Ranks, tmp_path: Path, how: int) -> 
         assert seconds < ROOM_S
 
 
-def test_a_thread_that_comes_late_learns_that_it_did() -> None:
-    groups = local_ranks(2)
-    with pytest.raises(moecomm.Timeout, match=r"rank 0 waited 0\.1 s for rank 1"):
-        moecomm.Buffer(groups[0], **SIZES, timeout_s=0.1)
-    with pytest.raises(moecomm.Timeout, match=r"rank 0 waited 0\.1 s for rank 1"):
-        moecomm.Buffer(groups[1], **SIZES, timeout_s=20)
+MOST_WAITS = 1000  # of ranks for the board, 0.05 s each
+
+
+class Clock:
+    """In place of the module `time`: it goes on when all ranks that are to give up wait, and the others have ended."""
+
+    def __init__(self) -> None:
+        self._lock, self._now, self._waiting = threading.Lock(), 0.0, set[int]()
+        self.giving_up: set[int] = set()
+        self.others: set[int] = set()
+        self._waits = 0
+
+    def monotonic(self) -> float:
+        return self._now
+
+    @contextmanager
+    def waits(self, rank: int) -> Iterator[None]:
+        with self._lock:
+            self._waiting.add(rank)
+            self._waits += 1
+            assert self._waits < MOST_WAITS, "ranks wait for ever"
+            if self._waiting == self.giving_up and not self.others:
+                self._now += FAR_S + 1
+        yield
+        with self._lock:
+            self._waiting.discard(rank)
+
+
+class Watched(Part):
+    """The board of a rank, in whose access of some number comes Ctrl-C, before or after it is made."""
+
+    def __init__(self, group: LocalRank, clock: Clock, number: int | None, is_before: bool) -> None:
+        super().__init__(group.board(), "")
+        self._rank, self._clock, self._number, self._is_before, self.accesses = group.rank, clock, number, is_before, 0
+
+    def _made(self, access: Callable[..., Any], *args: Any) -> Any:
+        self.accesses += 1
+        is_interrupted = self.accesses - 1 == self._number
+        if is_interrupted and self._is_before:
+            raise KeyboardInterrupt
+        found = access(*args)
+        if is_interrupted:
+            raise KeyboardInterrupt
+        return found
+
+    def write(self, key: str, value: bytes, instead_of: str = "") -> None:
+        self._made(super().write, key, value, instead_of)
+
+    def read_or(self, keys: Sequence[str], other: str) -> Any:
+        return self._made(super().read_or, keys, other)
+
+    def look(self, keys: Sequence[str]) -> Any:
+        return self._made(super().look, keys)
+
+    def decide(self, key: str, value: bytes) -> Any:
+        return self._made(super().decide, key, value)
+
+    def count(self, key: str, by: int) -> Any:
+        return self._made(super().count, key, by)
+
+    def wait(self, limit_s: float) -> None:
+        with self._clock.waits(self._rank):
+            super().wait(limit_s)
+
+
+def one_opening(group: LocalRank, clock: Clock, fault: str, number: int | None, is_before: bool) -> str:
+    """Return how an opening ends on this rank.  `number`, `is_before`: of an interrupt; see Watched."""
+    watched = SimpleNamespace(**vars(group), in_process=True, global_ranks=list)
+    watched.board = lambda prefix="": Watched(group, clock, number, is_before)
+    try:
+        with opening(watched, "soon" if fault == "bad" else FAR_S) as opened:  # type: ignore[arg-type]
+            opened.all_gather(b"")
+            opened.settle()
+    except (moecomm.MoecommError, KeyboardInterrupt) as error:
+        return type(error).__name__
+    finally:
+        clock.others.discard(group.rank)
+    return "open"
+
+
+RAISES = {"bad": "BadInput", "interrupted": "KeyboardInterrupt"}
+TOLD = {"BadInput": "BadInput", "KeyboardInterrupt": "Aborted"}
+
+
+class Model:
+    """What ranks must find that open in step, but for those that leave a call out."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self._begun = [0] * ranks
+        self._failures: list[tuple[set[str], set[int]]] = []  # of each opening: errors, and who never hears of them
+
+    def step(self, faults: dict[int, str]) -> tuple[dict[int, set[str]], set[int]]:
+        """Return the ends that each rank may find that calls, and the ranks that give up."""
+        ends: dict[int, set[str]] = {}
+        for rank, fault in faults.items():
+            given_up = [nth for nth, (_, absent) in enumerate(self._failures) if rank in absent]
+            self._begun[rank] = max([self._begun[rank], *(nth + 1 for nth in given_up)])
+            if self._begun[rank] < len(self._failures):  # an error that it has not heard of
+                ends[rank] = {RAISES[fault]} if fault else self._failures[self._begun[rank]][0]
+            self._begun[rank] += 1
+        there = faults.keys() - ends.keys()
+        raised = {RAISES[faults[rank]] for rank in there if faults[rank]}
+        absent = set(range(self.ranks)) - there if not raised else set()
+        told = {TOLD[kind] for kind in raised} or ({"Timeout"} if absent else {"open"})
+        ends |= {rank: {RAISES[faults[rank]]} if faults[rank] else told for rank in there}
+        if there:
+            self._failures.append((told, absent if told != {"open"} else set()))
+        return ends, there if told == {"Timeout"} else set()
+
+
+@pytest.mark.parametrize("cases", few((300, 10_000), 300))
+def test_openings_that_ranks_leave_out_fail_in_or_are_interrupted_in(
+    cases: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the second opening after that, at the latest, that all ranks make together, they meet again."""
+    for seed in range(cases):
+        draw, clock = random.Random(seed), Clock()
+        monkeypatch.setattr(opening_module, "time", clock)
+        groups = local_ranks(draw.randint(2, 4))
+        model = Model(len(groups))
+        for _ in range(draw.randint(2, 8)):
+            kinds = draw.choices(("", "out", "bad", "interrupted"), (6, 2, 1, 1), k=len(groups))
+            is_before, number = draw.random() < 0.5, draw.randrange(3)
+            make_step(groups, model, clock, kinds, number, is_before)
+        make_step(groups, model, clock, [""] * len(groups))
+        assert make_step(groups, model, clock, [""] * len(groups)) == ["open"] * len(groups)
+
+
+def make_step(
+    groups: list[LocalRank], model: Model, clock: Clock, kinds: list[str], number: int = 0, is_before: bool = True
+) -> list[str]:
+    """Let all ranks open at once, but for those that leave it out; compare with the model, and return the ends."""
+    faults = {rank: kind for rank, kind in enumerate(kinds) if kind != "out"}
+    wanted, clock.giving_up = model.step(faults)
+    clock.others = faults.keys() - clock.giving_up
+
+    def body(group: LocalRank) -> str:
+        fault = faults.get(group.rank)
+        if fault is None:
+            return "left out"
+        at = number if fault == "interrupted" else None
+        return one_opening(groups[group.rank], clock, fault, at, is_before)
+
+    found = run_ranks(len(groups), body)
+    for rank, ends in wanted.items():
+        assert found[rank] in ends, (kinds, found, wanted)
+    return found
+
+
+def in_two_openings(groups: list[LocalRank], number: int, is_before: bool, group: LocalRank) -> list[str]:
+    """Return the ends of two openings, of which the first is interrupted on rank 0."""
+    numbers = None if group.rank else number, None
+    return [one_opening(groups[group.rank], Clock(), "", at, is_before) for at in numbers]
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+def test_an_interrupt_in_any_access_to_the_board_ends_the_opening_of_all(is_before: bool) -> None:
+    for number in range(100):
+        groups = local_ranks(2)
+        body = partial(in_two_openings, groups, number, is_before)
+        (found, again) = zip(*run_ranks(2, body), strict=True)
+        assert again == ("open", "open"), number
+        if found == ("open", "open"):
+            break
+        assert found in (("KeyboardInterrupt", "Aborted"), ("KeyboardInterrupt", "open")), (number, found)
+    assert 8 < number < 99
 
 
 def test_gathers_keep_apart_and_leave_nothing() -> None:

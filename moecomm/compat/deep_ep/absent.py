@@ -29,7 +29,7 @@ class Presence:
         self._ranks, self._timeout_s = ranks, timeout_s
         self._meetings = 0
         with closing(ranks.board()) as board:
-            self._number = board.count(f"deep_ep/{ranks.rank}")
+            self._number = board.count(f"deep_ep/{ranks.rank}", 1)
 
     def leave(self) -> None:
         """Tell ranks that open windows later not to wait for this one."""
