@@ -11,7 +11,7 @@ from moecomm.base.arrays import note_written, refuse_gradients
 from moecomm.combine import in_window, verify
 from moecomm.combine.arguments import Tensors, check, dequantized
 from moecomm.combine.in_window import empty
-from moecomm.combine.options import Key, Options, Request
+from moecomm.combine.options import Key, Options, Request, check_types
 from moecomm.combine.plan import Combining, Plan
 from moecomm.dispatch import tables
 from moecomm.dispatch.arguments import check_handle
@@ -46,6 +46,7 @@ def combine(
     topk_weights: Any = None,
 ) -> Any:
     """Buffer.combine."""
+    check_types(request.options, rounds.dtype)
     if isinstance(handle, ChunkedHandle):
         return _combine_chunks(rounds, request, y, handle, out, bias, weight_grads, topk_weights)
     given = (y, handle, out, bias, weight_grads, topk_weights)

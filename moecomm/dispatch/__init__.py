@@ -15,7 +15,7 @@ from moecomm.base.validation import check_flag
 from moecomm.dispatch import chunks, observers, outputs, verify
 from moecomm.dispatch.arguments import check, check_handle, check_max_rows
 from moecomm.dispatch.drop import drop_checked
-from moecomm.dispatch.options import Gradients, Key, Options, Request, check_options, check_overflow
+from moecomm.dispatch.options import Gradients, Key, Options, Request, check_options, check_overflow, check_types
 from moecomm.dispatch.payloads import Packed, Payload, pack
 from moecomm.dispatch.plan import Plan
 from moecomm.dispatch.routed import BEGIN, END, ChunkedHandle, Handle, Routed
@@ -81,6 +81,7 @@ def dispatch(
 ) -> Routed:
     """Buffer.dispatch.  `global_scale`: pack(); `first_token`, `copies`: see prepare()."""
     options = request.options
+    check_types(options)
     asks_for_more = request.grow or first_token is not None or copies is not None or options.overflow is not None
     asks_for_more = asks_for_more or bool(observers.active)
     packs = type(extras) is not tuple or len(extras) > 0 or global_scale is not None
@@ -143,6 +144,7 @@ def dispatch_begin(
     global_scale: Any = None,
 ) -> Routed:
     """Buffer.dispatch_begin.  `early`: the tensors of its plan are made before dispatch_end()."""
+    check_types(request.options)
     x, scales, payload, scale = pack(rounds, request.options, x, scales, extras, global_scale)
     request = request._replace(begin=True)
     how: dict[str, Any] = {"payload": payload, "global_scale": scale}

@@ -122,6 +122,13 @@ def check_options(options: Options) -> None:
     check_overflow(options.overflow)
 
 
+def check_types(options: Options) -> None:
+    """Run check_options() unless the types are right: 1.0 and True, equal to 1, would find the plan of an earlier call."""
+    is_number = options.num_sms is None or type(options.num_sms) is int
+    if not (is_number and type(options.expert_alignment) is int and type(options.check_weights) is bool):
+        check_options(options)
+
+
 def check_overflow(overflow: Overflow | None, max_rows: int | None = None) -> None:
     """Raise BadInput unless `overflow` is None or a word of OVERFLOWS, and fits `max_rows`."""
     if overflow is not None:
