@@ -7,8 +7,9 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -238,6 +239,16 @@ def test_an_interrupt_as_ranks_decide_is_of_all_or_none(when: str, monkeypatch: 
     all_ranks(4, body)
 
 
+def left_out(transfer: WeightTransfer, steps: threading.Barrier, call: Callable[[], None] | None) -> None:
+    """Make a call that another rank leaves out; None: this one does.  Then the ranks are in step again."""
+    patience, transfer._timeout_s = transfer._timeout_s, 0.2
+    if call is not None:
+        with pytest.raises(Timeout, match=r"has not called (stage|commit)\(\)"):
+            call()
+    transfer._timeout_s = patience
+    steps.wait(patience)
+
+
 @pytest.mark.parametrize("seed", few(range(100), 0, 1, 6))
 def test_random_sequences_follow_a_model(seed: int) -> None:
     """After any error on some rank, in any call, all receivers have the weights of the same commit."""
@@ -250,11 +261,15 @@ def test_random_sequences_follow_a_model(seed: int) -> None:
     kinds = ["fine"] * 4 + [
         "bad tensors",
         "interrupt in stage",
+        "interrupt before stage",
+        "stage left out",
+        "commit left out",
         "corrupt",
         "no commit",
         "bad into",
         "interrupt in commit",
     ]
+    steps = threading.Barrier(of)
     script = [(rng.choice(kinds), rng.randrange(of), rng.random() < 0.5) for _ in range(12)]
 
     def body(group: Any) -> list[str]:
@@ -267,6 +282,10 @@ def test_random_sequences_follow_a_model(seed: int) -> None:
                 errors: tuple[type[BaseException], ...] = ()
                 if kind == "bad tensors":
                     given, errors = ({"w": torch.zeros(1)} if mine else given), (BadInput,)
+                elif kind == "interrupt before stage":
+                    errors = (KeyboardInterrupt,) if mine else (Aborted,)
+                    if mine:
+                        once(transfer, "_agreement")
                 elif kind == "interrupt in stage":
                     errors = (KeyboardInterrupt,) if mine else (Aborted,)
                     if mine:
@@ -282,6 +301,9 @@ def test_random_sequences_follow_a_model(seed: int) -> None:
                             leaving[0].record[0] ^= 1
 
                         transfer._carrier.write = broken  # type: ignore[method-assign]
+                elif kind == "stage left out":
+                    left_out(transfer, steps, None if mine else partial(transfer.stage, given))
+                    continue
                 try:
                     transfer.stage(given)
                     staged = step
@@ -297,6 +319,13 @@ def test_random_sequences_follow_a_model(seed: int) -> None:
                     continue
                 into: Any = found if serves else None
                 first = next(r for r in range(of) if any(e >= 0 for e in target.held[r]))
+                if kind == "commit left out":
+                    is_alone = sum(any(e >= 0 for e in held) for held in target.held) == 1
+                    left_out(
+                        transfer,
+                        steps,
+                        partial(transfer.commit, into) if serves and not is_alone and group.rank != first else None,
+                    )
                 at_commit = staged and kind in ("bad into", "interrupt in commit")
                 if at_commit and group.rank == first:
                     if kind == "bad into":
@@ -342,17 +371,19 @@ def test_a_rank_that_missed_a_commit_is_named() -> None:
 
 
 def test_a_late_rank_is_a_timeout_and_the_next_call_works() -> None:
-    model = Model(SHAPES, torch.bfloat16, "fp8", 1)
+    model, late = Model(SHAPES, torch.bfloat16, "fp8", 1), threading.Barrier(4)
 
     def body(group: Any) -> None:
         have, want = APART[0].held[group.rank], APART[1].held[group.rank]
         found = model.room(want)
         with opened(group, cast="fp8", timeout_s=0.5) as transfer:
             if group.rank == 0:
-                time.sleep(1.0)
-            with pytest.raises(Timeout, match="rank 0"):
-                transfer.stage(model.given(1, have))
-            transfer._all._timeout_s = transfer._timeout_s = 20
+                late.wait()  # as late as to meet the others in their next call
+            else:
+                with pytest.raises(Timeout, match="rank 0"):
+                    transfer.stage(model.given(1, have))
+                late.wait()
+            transfer._timeout_s = 20
             transfer.stage(model.given(2, have))
             transfer.commit(passed(want, found))
             model.check(found, want, 2)
@@ -366,7 +397,7 @@ def test_close_of_another_thread_ends_a_call() -> None:
     ended = threading.Event()
 
     def beside_stage(transfer: WeightTransfer) -> None:
-        while not transfer._call.locked():
+        while not transfer.turn.running:
             time.sleep(0.001)
         said.append(error_of(transfer.stage))
         transfer.close()

@@ -289,6 +289,8 @@ def test_transfers_of_other_placements_switch_together() -> None:
         have, want = APART[0].held[group.rank], APART[1].held[group.rank]
         experts, others, trains = model.room(want), dense.room([0]), group.rank < 2
         about: dict[str, Any] = {"source": whole[0], "target": whole[1], "cast": torch.bfloat16, "dtype": torch.float32}
+        with opened(group, shapes=dense.shapes, **about) as closed:
+            pass
         with opened(group, cast="mxfp8") as transfer, opened(group, shapes=dense.shapes, **about) as also:
             if experts and not trains:
                 scales = experts["w13"][1].view(torch.uint8)  # as engines have them
@@ -302,6 +304,10 @@ def test_transfers_of_other_placements_switch_together() -> None:
                     if step == 2:
                         model.check(experts, want, 1)
                 also.stage({name: w[:1] for name, w in dense.weights(step).items()} if trains else None)
+                for bad in ({closed: others}, {transfer: into if not trains else None}, [also], {"also": others}):
+                    if not trains:
+                        with pytest.raises(BadInput, match=r"^also( \(rank 0\))?: got"):  # the first of the receivers
+                            transfer.commit(into, also=bad if group.rank == 2 else {also: others})  # type: ignore[arg-type]
                 transfer.commit(*([] if trains else [into]), also={also: None if trains else others})
                 if not trains:
                     model.check(experts, want, step)
@@ -314,8 +320,6 @@ def test_transfers_of_other_placements_switch_together() -> None:
                     room = {"w": torch.zeros(1, 2).bfloat16()} if group.rank == 2 else None
                     with pytest.raises(BadInput, match="also"):
                         transfer.commit(into, also={third: room})
-                    with pytest.raises(BadInput, match="also"):
-                        transfer.commit(into, also={"third": room})  # type: ignore[dict-item]
 
     all_ranks(4, body)
 

@@ -123,7 +123,7 @@ def check_options(options: Options) -> None:
 
 
 def check_types(options: Options) -> None:
-    """Run check_options() unless the types are right: 1.0 and True, equal to 1, would find the plan of an earlier call."""
+    """Run check_options() unless the types are right: 1.0 and True are equal to 1, and would find the plans of 1."""
     is_number = options.num_sms is None or type(options.num_sms) is int
     if not (is_number and type(options.expert_alignment) is int and type(options.check_weights) is bool):
         check_options(options)
