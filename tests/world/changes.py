@@ -15,6 +15,8 @@ from .case import Step, draw_placement
 from .expectations import expect
 from .model import INNER, even
 
+LEFT_OUT_S = 0.1  # for a rank that does not come
+
 if TYPE_CHECKING:
     from .program import Program
 
@@ -279,9 +281,30 @@ def slot_weights(me: Program, step: Step) -> None:
 
 
 def stats(me: Program, step: Step) -> None:
-    """Read counters; they say what rounds there were."""
-    if me.inside and not me.state.masked:
-        me.buffer.stats(gather=bool(step.seed % 2))
+    """Read counters; one rank may leave that out, or pass what is refused, and all go on."""
+    if not me.inside or me.state.masked:
+        return
+    kind, _, _ = step.fault or ("", 0, "")
+    if len(me.state.there) > 1 and kind == "bad one":
+        reset: Any = "soon" if me.rank == me.victim_of(step) else False
+        expect(lambda: me.buffer.stats(gather=True, reset=reset), moecomm.BadInput)
+    if len(me.state.there) > 1 and kind == "left out":
+        leave_out(me, step, lambda: me.buffer.stats(gather=True, reset=True))
+    job = me.buffer.stats(gather=True)
+    own = me.buffer.stats()
+    assert int(job.rounds[me.rank]) == own.rounds, f"{own.rounds} rounds, not {job.rounds}"
+    assert own.rounds >= len(me.kept), "a call that failed has reset the counters"
+
+
+def leave_out(me: Program, step: Step, call: Callable[[], Any]) -> None:
+    """Make an agreement that one rank leaves out: Timeout on the others, and nothing more."""
+    rounds = me.buffer.rounds
+    before = rounds.members
+    if me.rank != me.victim_of(step):
+        rounds.members = before._replace(timeout_s=LEFT_OUT_S)
+        expect(call, moecomm.Timeout)
+        rounds.members = before
+    me.meet("left out")
 
 
 CHANGES: dict[str, Callable[[Program, Step], None]] = {

@@ -41,7 +41,7 @@ OTHERS = (
     ("restore", 4),
     ("check kept", 6),
     ("drop", 3),
-    ("stats", 2),
+    ("stats", 4),
 )
 
 
@@ -92,6 +92,8 @@ def draw_step(rng: random.Random) -> Step:
         if call in ("weights", "slot weights", "place") and rng.random() < 0.3:
             whats = {"weights": ("order", "shapes", "dtypes"), "slot weights": ("dtypes", "count"), "place": ("",)}
             fault = ("differ", rng.randrange(8), rng.choice(whats[call]))
+        if call == "stats" and seed % 2:
+            fault = (("left out", "bad one")[seed // 2 % 2], seed // 4 % 8, "")
         options = {"leaves": rng.random() < 0.6, "rounds": rng.random() < 0.5}
         return Step(call, seed, options, fault, rng.choice(THEN))
     call = rng.choices(list(ROUND_CALLS), (8, 6, 3, 4, 3, 2))[0]
