@@ -545,7 +545,8 @@ class Buffer(Bound):
 
         Raises:
             Closed, ConcurrentCall: as everywhere.  BadInput: a call during a capture.
-            Timeout: the device does not answer.  Of `gather`: Timeout, PeerLost, Aborted: not all ranks came.
+            Timeout: the device does not answer.  Of `gather`: Timeout, PeerLost, Aborted: not all ranks came.  Then
+                nothing is reset, and the Buffer goes on.
         """
         return self._parts.counters.read(gather, reset)
 

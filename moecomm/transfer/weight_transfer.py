@@ -207,7 +207,8 @@ class WeightTransfer(Bound):
                 in the same order on all receivers.
 
         Raises:
-            BadInput: tensors that do not fit, or nothing is staged, here or on another rank; `also` of other receivers.
+            BadInput: tensors that do not fit, or nothing is staged, here or on another rank; `also` has this transfer,
+                one that is closed, or one of other receivers.
             Mismatch: ranks have staged different weights, or pass other transfers in `also`, or in another order.
             Timeout, PeerLost, Aborted: as stage(), for receivers alone; ranks are numbered among receivers.
             ConcurrentCall, Closed: as stage().
