@@ -65,8 +65,8 @@ class Workspace(Bound):
                 raise BadInput("group", "a Window", "no nbytes, backend or device beside it: it has its own")
             self.window = group
         else:
-            options: dict[str, Any] = {"backend": backend, "device": device, "timeout_s": timeout_s}
-            self.window = Window(group, nbytes, signals=_SIGNALS, **options)  # it checks them
+            options: dict[str, Any] = {"nbytes": nbytes, "backend": backend, "device": device, "timeout_s": timeout_s}
+            self.window = Window(group, signals=_SIGNALS, **options)  # it checks them
         try:
             with torch.inference_mode(False):  # executors keep tensors, for calls in either mode
                 self._executors: Executors | None = self._open()

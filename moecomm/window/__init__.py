@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -28,7 +28,6 @@ from moecomm.ranks.settings import wanted_device
 from moecomm.rounds import names
 from moecomm.window import failures
 from moecomm.window.calls import HostCalls, WindowCalls
-from moecomm.window.memory import OwnMemory, UserMemory, asked_bytes, asked_device, open_memory
 from moecomm.window.opened import OpenedWindow
 from moecomm.window.settings import WindowSettings
 
@@ -47,15 +46,11 @@ class Window(Bound):
 
     Args:
         group: as of a moecomm.Buffer.
-        nbytes: memory of each rank; the same on all ranks.  None beside a tensor as `memory`, whose size it is.
+        nbytes: memory of each rank; the same on all ranks.
         backend: "auto", "host" (CPU ranks), or for GPUs "lsa" (NVLink), "gin" (NCCL) or "nvshmem".
         device: where the memory is; default: the current GPU if a GPU backend can run, else the CPU.
         timeout_s: how long any wait for a peer may take, in seconds.
         signals: counters of each rank, 1 to 65536.
-        memory: where the bytes are.  None: in memory of the Window's own.  A contiguous tensor of torch's symmetric
-            memory is adopted: its bytes, as they are, become those of this rank, and stay torch's.  "torch": the
-            Window allocates `nbytes` there.  Either way torch's operators on symmetric memory take views of
-            `window.local`.  `group` is a process group then, and every rank passes the same kind.
 
     Attributes:
         rank: this rank's number in the group.
@@ -63,7 +58,7 @@ class Window(Bound):
         nbytes: memory of each rank.
 
     Raises:
-        BadInput: a value that can't be used, here or on the rank that it names; `memory` that torch has not made.
+        BadInput: a value that can't be used, here or on the rank that it names.
         Mismatch: ranks passed different values; names the field.
         Unsupported: the backend can't run on some rank, or a rank is in another NVLink domain.
         Timeout, PeerLost, Aborted: a rank did not come, has ended, or was interrupted.  No rank has opened then.
@@ -72,41 +67,34 @@ class Window(Bound):
     def __init__(
         self,
         group: Any,
-        nbytes: int | None = None,
+        nbytes: int,
         *,
         backend: BackendName = "auto",
         device: torch.device | str | int | None = None,
         timeout_s: float = 30.0,
         signals: int = 256,
-        memory: torch.Tensor | Literal["torch"] | None = None,
     ) -> None:
         group = rendezvous(group)
         others = partial(_others_over, group)
         with opening(group, timeout_s, of="Window", note="Window()", others=others) as ranks:
             wanted, timeout_s = wanted_device(device), seconds(timeout_s)
-            size: Any = nbytes if memory is None else asked_bytes(memory, nbytes, group)
-            if isinstance(memory, torch.Tensor):
-                wanted = asked_device(memory, wanted)
             name, self.why = backends.choose(config.asked_backend(backend), wanted)
-            settings = WindowSettings(ranks.ranks, size, signals, memory is not None, name)
+            settings = WindowSettings(ranks.ranks, nbytes, signals, name)
             settings.agree(ranks)
             settings.check()
-            handle = _native.WindowHandle(ranks.rank, ranks.ranks, int(signals), int(size), memory is not None)
+            handle = _native.WindowHandle(ranks.rank, ranks.ranks, int(signals), int(nbytes))
             handle.timeout_ns = int(timeout_s * 1e9)
             with ExitStack() as undo:
                 peers, self.why = backends.open_peers(name, self.why, ranks, handle.total_bytes, wanted, timeout_s)
                 undo.callback(peers.close)
-                of_ranks: UserMemory = OwnMemory(peers, handle.nbytes)
-                if memory is not None:
-                    of_ranks = open_memory(ranks, group, peers, memory, handle.nbytes)
                 with all_or_none(ranks):
-                    calls = _calls_of(peers, of_ranks, handle)
+                    calls = _calls_of(peers, handle)
                 ranks.settle()
                 undo.pop_all()
         self.rank, self.num_ranks, self.timeout_s = ranks.rank, ranks.ranks, timeout_s
         self.nbytes, self.num_signals = handle.nbytes, handle.num_signals
         self._group = group
-        self._opened = OpenedWindow(peers, of_ranks, handle, calls)
+        self._opened = OpenedWindow(peers, handle, calls)
         self.turn = self._opened.turn
         self._failure: MoecommError | None = None
         self._closed, self._what = False, "Window"
@@ -127,7 +115,7 @@ class Window(Bound):
         self._require_open()
         self._check_rank("rank", rank)
         with self._while_open():
-            return self._opened.memory.bytes_of(rank)
+            return self._opened.bytes_of(rank)
 
     def tensor(
         self, shape: Sequence[int], dtype: torch.dtype, *, rank: int | None = None, offset: int = 0
@@ -329,8 +317,8 @@ class Window(Bound):
 
     @property
     def backend(self) -> str:
-        """Name of the backend, with the kind of memory where there are several: "host", "lsa/vmm", "lsa/torch"."""
-        return self._opened.memory.name
+        """Name of the backend, with the kind of memory where there are several: "host", "lsa/vmm"."""
+        return self._opened.peers.name
 
     @property
     def device(self) -> torch.device:
@@ -426,18 +414,18 @@ def _others_over(group: Group) -> str:
     return last_calls.others_over(group, names.ranks())
 
 
-def _calls_of(peers: Peers, memory: UserMemory, handle: _native.WindowHandle) -> WindowCalls:
+def _calls_of(peers: Peers, handle: _native.WindowHandle) -> WindowCalls:
     """Fill in the addresses of the handle; return the calls on it.
 
     Raises:
         Unsupported: loads and stores do not reach a rank.
     """
-    reached = zip(peers.addresses, memory.addresses, strict=True)
-    if (away := next((rank for rank, addresses in enumerate(reached) if not all(addresses)), None)) is not None:
+    if 0 in peers.addresses:
+        away = peers.addresses.index(0)
         raise Unsupported(f"rank {away} is in another domain; a Window reaches all ranks by loads and stores")
     handle.record, handle.abort_host = peers.record, peers.abort_host
     if peers.device.type == "cpu":
-        return HostCalls(peers, memory, handle)
+        return HostCalls(peers, handle)
     from moecomm.window.gpu_calls import calls_of  # it brings cuda.core
 
-    return calls_of(peers, memory, handle)
+    return calls_of(peers, handle)

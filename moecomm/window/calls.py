@@ -9,7 +9,6 @@ import torch
 
 from moecomm import _native
 from moecomm.ranks.peers import Peers
-from moecomm.window.memory import UserMemory
 
 
 class WindowCalls(Protocol):
@@ -65,12 +64,12 @@ class WindowCalls(Protocol):
 class HostCalls:
     """The WindowCalls of CPU ranks.  Each call has happened when it returns."""
 
-    def __init__(self, peers: Peers, memory: UserMemory, handle: _native.WindowHandle) -> None:
+    def __init__(self, peers: Peers, handle: _native.WindowHandle) -> None:
         self._peers, self._handle = peers, handle
-        self._tables = array("Q", memory.addresses), array("Q", peers.addresses)
-        handle.peers, handle.control = (table.buffer_info()[0] for table in self._tables)
+        self._table = array("Q", peers.addresses)
+        handle.peers = handle.control = self._table.buffer_info()[0]
         self.handle_address = handle.address
-        self.pointers = torch.tensor(memory.addresses, dtype=torch.int64)
+        self.pointers = torch.tensor(peers.addresses, dtype=torch.int64)
 
     def signal(self, rank: int, index: int, amount: int) -> None:
         self._handle.signal(rank, index, amount)

@@ -9,7 +9,6 @@ from moecomm.backends.gpu_peers import CONTROL, GpuPeers
 from moecomm.gpu import cuda_driver, plain_kernel
 from moecomm.gpu.structs import struct
 from moecomm.ranks.peers import Peers
-from moecomm.window.memory import UserMemory
 
 _THREADS = 64  # a thread for each rank of a barrier
 
@@ -25,14 +24,11 @@ class GpuCalls:
     The peers have CONTROL bytes of control memory more than they use.
     """
 
-    def __init__(self, peers: GpuPeers, memory: UserMemory, handle: _native.WindowHandle) -> None:
+    def __init__(self, peers: GpuPeers, handle: _native.WindowHandle) -> None:
         self._peers, self._handle = peers, handle
         self._device = peers.device
-        self.pointers, self._control = (
-            torch.tensor(addresses, dtype=torch.int64).to(peers.device)
-            for addresses in (memory.addresses, peers.addresses)
-        )
-        handle.peers, handle.control = self.pointers.data_ptr(), self._control.data_ptr()
+        self.pointers = torch.tensor(peers.addresses, dtype=torch.int64).to(peers.device)
+        handle.peers = handle.control = self.pointers.data_ptr()
         self._on_device = torch.frombuffer(bytearray(handle.content), dtype=torch.uint8).to(peers.device)
         self.handle_address = self._on_device.data_ptr()
         torch.cuda.synchronize(peers.device)  # kernels of any stream may read all of it
@@ -108,8 +104,8 @@ class GpuCalls:
         return self._peers.control.read(CONTROL, nbytes)
 
 
-def calls_of(peers: Peers, memory: UserMemory, handle: _native.WindowHandle) -> GpuCalls:
+def calls_of(peers: Peers, handle: _native.WindowHandle) -> GpuCalls:
     """Return the calls on the memory of GPUs."""
     assert isinstance(peers, GpuPeers)
     with torch.cuda.device(peers.device):
-        return GpuCalls(peers, memory, handle)
+        return GpuCalls(peers, handle)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from contextlib import suppress
 
+import torch
+
 from moecomm import _native
+from moecomm.base.arrays import window_tensor
 from moecomm.ranks.peers import Peers
 from moecomm.rounds.failures import Failure
 from moecomm.window.calls import WindowCalls
-from moecomm.window.memory import UserMemory
+
+_UNIT = 256  # bytes; an arena hands out multiples of it
 
 
 class OpenedWindow:
@@ -19,10 +23,17 @@ class OpenedWindow:
         closed: the memory is gone.
     """
 
-    def __init__(self, peers: Peers, memory: UserMemory, handle: _native.WindowHandle, calls: WindowCalls) -> None:
-        self.peers, self.memory, self.handle, self.calls = peers, memory, handle, calls
+    def __init__(self, peers: Peers, handle: _native.WindowHandle, calls: WindowCalls) -> None:
+        self.peers, self.handle, self.calls = peers, handle, calls
         self.turn = _native.Turn(shared=True)
         self.closed = self._left = False
+
+    def bytes_of(self, rank: int) -> torch.Tensor:
+        """Return uint8 `[nbytes]`: the memory of a rank, which the tensor keeps mapped."""
+        peers, nbytes = self.peers, self.handle.nbytes
+        block = _native.Arena(0, -(-nbytes // _UNIT) * _UNIT).allocate(nbytes)
+        assert block is not None
+        return window_tensor(block, peers.addresses[rank], (nbytes,), torch.uint8, peers.device, peers.owner(rank))
 
     def close(self) -> None:
         """End the calls under way, tell the peers, and let go of the memory.  Local and idempotent.

@@ -15,7 +15,6 @@ from moecomm.ranks.settings import check_numbers
 VERSION = 2  # of the layout in csrc/window/window.h
 MAX_SIGNALS = _native.constants()["max_signals"]
 _MOST_BYTES = 1 << 46
-_MEMORY = ("memory of the Window's own", "torch's symmetric memory")
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,6 @@ class WindowSettings:
     ranks: int
     nbytes: Any
     signals: Any
-    torch_memory: bool  # adopted from torch's symmetric memory, or allocated there
     backend: str
 
     def agree(self, ranks: Opening) -> None:
@@ -38,7 +36,7 @@ class WindowSettings:
         sizes: dict[str, Any] = {"nbytes": self.nbytes, "signals": self.signals}
         check_numbers(sizes, sizes)
         numbers = dict(zip(sizes, map(int, sizes.values()), strict=True))
-        ranks.compare({"version": VERSION, "memory": _MEMORY[self.torch_memory], **numbers, "backend": self.backend})
+        ranks.compare({"version": VERSION, **numbers, "backend": self.backend})
 
     def check(self) -> None:
         """Raise BadInput for a value that can't be used.  Called after agree(), so that all ranks raise alike."""

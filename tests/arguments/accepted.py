@@ -310,7 +310,6 @@ TABLE = (
         _OWN,
     ),
     Row("in memory that is that of the plan", ("a parameter",), ("deep_ep.BufferAllocator.materialize(storage)",)),
-    Row("memory of its own", ("None",), ("moecomm.Window(memory)",)),
     Row(
         "a number to count with",
         ("0", "2**31"),

@@ -170,7 +170,6 @@ def of_windows() -> dict[str, list[Call]]:
             short.wait(**given)
 
     opened = {"group": None, "nbytes": 64, "backend": "host", "device": None, "timeout_s": 5.0, "signals": 8}
-    opened |= {"memory": None}
     source = torch.ones(3, 4)
     return {
         "moecomm.Window": [Call(moecomm.Window, opened, _close)],

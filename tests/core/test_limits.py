@@ -231,7 +231,7 @@ def test_matrices_of_a_grouped_gemm_have_the_multiples_of_the_table(
 
 
 def test_a_window_has_the_limits_of_the_table() -> None:
-    most: dict[str, Any] = {"ranks": 64, "nbytes": WINDOW_BYTES, "signals": MAX_SIGNALS, "torch_memory": False}
+    most: dict[str, Any] = {"ranks": 64, "nbytes": WINDOW_BYTES, "signals": MAX_SIGNALS}
     WindowSettings(**most, backend="lsa").check()
     WindowSettings(**{**most, "nbytes": 1 << 20, "ranks": 256}, backend="host").check()
     for name in ("nbytes", "signals"):

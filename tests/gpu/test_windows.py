@@ -318,54 +318,6 @@ def test_processes_gather_exchange_halos_and_put(gpu_ranks: Ranks, kind: str) ->
     assert gpu_ranks.results(count, timeout_s=150) == dict.fromkeys(range(count), "done")
 
 
-def _on_memory_of_torch(rank: int, group: Any) -> str:
-    import torch.distributed._symmetric_memory as symmetric_memory
-    import window_ring
-
-    load_kernels()
-    ranks, last, following = group.size(), (rank - 1) % group.size(), (rank + 1) % group.size()
-    memory = symmetric_memory.empty(1 << 28, dtype=torch.float32, device=torch.device("cuda", rank))  # 1 GiB
-    memory.fill_(rank + 1)
-    torch.cuda.synchronize()
-    free = torch.cuda.mem_get_info()[0]
-    with moecomm.Window(group, memory=memory, timeout_s=60) as window:
-        assert window.backend.endswith("/torch") and window.nbytes == memory.nbytes
-        assert free - torch.cuda.mem_get_info()[0] < memory.nbytes // 2, "no second allocation"
-        here = window.tensor((1 << 20,), torch.float32)
-        assert here.data_ptr() == memory.data_ptr() and (here == rank + 1).all()
-        window.barrier()
-        assert (window.tensor((1 << 20,), torch.float32, rank=following) == following + 1).all()
-        window.barrier()
-        for turn in range(1, 51):
-            window.put(torch.full((1 << 20,), 100.0 * turn + rank, device="cuda"), following, signal=0)
-            window.wait(0, turn, peer=last)
-            assert (memory[: 1 << 20] == 100.0 * turn + last).all() and memory[1 << 20] == rank + 1
-            window.barrier()
-        window.check()
-        part = window.tensor((4096,), torch.float32, offset=1 << 20).fill_(rank + 1)
-        window.barrier()
-        total = torch.ops.symm_mem.one_shot_all_reduce(part, "sum", group.group_name)
-        assert (total == ranks * (ranks + 1) / 2).all()
-        window.barrier()
-        window.check()
-    assert (memory[1 << 21 :] == rank + 1).all()
-    gather = window_ring.AllGather(group, 8192, timeout_s=60, memory="torch")
-    for call in range(20):
-        rows = gather(torch.full((8192,), rank + 10.0 * call, device="cuda"))
-        assert torch.equal(rows, (torch.arange(ranks) + 10.0 * call).cuda()[:, None].expand(-1, 8192))
-    assert symmetric_memory.rendezvous(rows, group).world_size == ranks
-    gather.window.close()
-    return "done"
-
-
-@pytest.mark.gpu2
-@pytest.mark.timeout(150)
-def test_torchs_symmetric_memory_is_adopted_and_allocated(gpu_ranks: Ranks) -> None:
-    count = gpu_count()
-    gpu_ranks.start(count, _on_memory_of_torch)
-    assert gpu_ranks.results(count, timeout_s=120) == dict.fromkeys(range(count), "done")
-
-
 def _until_a_peer_dies(rank: int, group: Any, kind: str, how: str) -> Any:
     window = moecomm.Window(group, 4096, **options_of(kind, 3))
     window.barrier()

@@ -307,17 +307,12 @@ def test_abort_and_views_while_another_thread_closes() -> None:
         window = moecomm.Window("self", 64, **HOST)
         opened, closing = window._opened, threading.Thread(target=window.close)
 
-        class Memory:
-            """Begins to close the Window, and looks whether that goes on."""
-
-            addresses, name = opened.memory.addresses, "host"
-
-            @staticmethod
-            def bytes_of(rank: int) -> torch.Tensor:
-                begin()
-                return memory.bytes_of(rank)
+        def bytes_while_closing(rank: int) -> torch.Tensor:
+            begin()
+            return bytes_of(rank)
 
         def begin(*cause: int) -> None:
+            """Begin to close the Window, and see that it waits."""
             if not closing.is_alive() and not window.closed:
                 closing.start()
                 closing.join(0.1)
@@ -325,8 +320,8 @@ def test_abort_and_views_while_another_thread_closes() -> None:
             if cause:
                 abort(*cause)
 
-        memory, abort = opened.memory, opened.calls.abort
-        opened.memory, opened.calls.abort = Memory(), begin  # type: ignore[method-assign]
+        bytes_of, abort = opened.bytes_of, opened.calls.abort
+        opened.bytes_of, opened.calls.abort = bytes_while_closing, begin  # type: ignore[method-assign]
         call(window)
         closing.join()
         assert opened.closed

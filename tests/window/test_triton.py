@@ -19,7 +19,6 @@ import moecomm
 
 from ..conftest import Ranks
 from ..live import shorten
-from .fake_symmetric_memory import FakeSymmetricMemory
 from .test_examples import heated, reference
 
 HOST: dict[str, Any] = {"backend": "host", "timeout_s": 20.0}
@@ -48,7 +47,7 @@ def test_the_examples_compile_with_release_and_acquire(entry: str) -> None:
     assert re.search(r"ld[\w.]*sys[\w.]*acquire", ptx) and "globaltimer" in ptx and "trap;" not in ptx
 
 
-def _interpreted(rank: int, group: Any, folder: str) -> str:
+def _interpreted(rank: int, group: Any) -> str:
     """Triton's interpreter has atomics of the CPU, but no clock: those of this process stand in."""
     os.environ["TRITON_INTERPRET"] = "1"  # read when a function is decorated
     import moecomm.triton as mt
@@ -60,13 +59,11 @@ def _interpreted(rank: int, group: Any, folder: str) -> str:
     ranks, cells, steps = group.size(), 300, 9
     found = spread(group, heated(rank, cells), steps, **HOST)
     torch.testing.assert_close(found, reference(ranks, cells, steps)[rank])
-    FakeSymmetricMemory(folder, rank)  # whose signals are in memory of the Window's own
-    for memory in (None, "torch"):
-        gather = AllGather(group, 100, memory=memory, **HOST)
-        for call in range(3):
-            rows = gather(torch.full((100,), rank + 10.0 * call))
-            assert rows[:, -1].tolist() == [other + 10.0 * call for other in range(ranks)]
-        gather.window.close()
+    gather = AllGather(group, 100, **HOST)
+    for call in range(3):
+        rows = gather(torch.full((100,), rank + 10.0 * call))
+        assert rows[:, -1].tolist() == [other + 10.0 * call for other in range(ranks)]
+    gather.window.close()
     with moecomm.Window(group, 1 << 12, **HOST) as window:
         shorten(window, 0.5)
         if rank == 0:  # the other one does not come
@@ -81,7 +78,7 @@ def _interpreted(rank: int, group: Any, folder: str) -> str:
 def test_the_examples_on_cpu_ranks(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path, "spawn")
     try:
-        assert ranks.run(2, _interpreted, str(tmp_path)) == ["done"] * 2
+        assert ranks.run(2, _interpreted) == ["done"] * 2
     finally:
         ranks.stop()
 
