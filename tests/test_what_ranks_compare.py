@@ -410,7 +410,7 @@ def of_a_process(rank: int, group: Any, name: str) -> str:
     ("name", "texts"),
     [
         ("type of extras", ("payload: row bytes 256, extras int64 []", "payload: row bytes 256, extras float64 []")),
-        ("width of scales of bytes", ("scale bytes: 1", "scale bytes: 3")),
+        ("width of scales of bytes", ("payload: scale bytes 1, row bytes 8", "payload: scale bytes 3, row bytes 8")),
         ("scale beside extras", ("x_global_scale: 0.5", "x_global_scale: 2.0")),
     ],
 )

@@ -90,7 +90,6 @@ _PLAIN: tuple[_Field, ...] = (
 _DIGEST, _ROW = "payload", "row bytes"
 _LONG = ("layer", "scale bytes", "expert_alignment")  # fields of some words, and values of digests
 _BYTES_SHIFT = 26  # of 64 bits of a digest
-_GUESSES = 1 << 15  # widths of another process that are tried, to name them
 _BYTES: tuple[_Field, ...] = (
     *(field for field in _DISPATCH if field[0] != "quantize"),  # None
     ("dtype", 5, ROW_DTYPES),
@@ -187,14 +186,14 @@ def difference(mine: int, theirs: int, op: str = "dispatch") -> tuple[str, objec
     if packed is not None and _kind(mine) == _kind(theirs) and _SCALE in ours:
         return _SCALE, _scale(mine & _ALL ^ packed.word), _scale(theirs & _ALL ^ packed.word)
     beside, beside_them = _others(mine, op), _others(theirs, op)
-    if packed is not None and not beside_them:
-        beside_them = _guessed(packed, others)
     if beside and beside_them:
         for name in {**beside, **beside_them}:
             pair = beside.get(name), beside_them.get(name)
             if pair[0] != pair[1] and not (name == _ROW and None in pair):
                 return name, *pair
-    described = ", ".join(f"{name} {_text(value)}" for name, value in beside.items() if value not in (0, 1))
+    described = ", ".join(
+        f"{name} {_text(value)}" for name, value in beside.items() if value and (name, value) != ("expert_alignment", 1)
+    )
     return _DIGEST, described or "none", _ELSEWHERE
 
 
@@ -209,19 +208,6 @@ def _scale(bits: int) -> float:
 def _digest(others: Mapping[str, object], dtype: int, scales: int) -> int:
     text = repr((others, dtype, scales))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-
-
-def _guessed(mine: _Packed, theirs: Mapping[str, tuple[int, Sequence[object]]]) -> dict[str, object]:
-    """Return the values of another process's call that differs from this one in a width; {}: in more than that."""
-    if "dtype" not in theirs or _DIGEST not in theirs:
-        return {}
-    dtype, scales, digest = (theirs[name][0] for name in ("dtype", "scales", _DIGEST))
-    for name in (_ROW, "scale bytes"):
-        for value in range(_GUESSES):
-            tried = {**mine.others, name: value}
-            if _digest(tried, dtype, scales) >> _BYTES_SHIFT == digest:
-                return tried
-    return {}
 
 
 def _word(table: Sequence[_Field], fields: Mapping[str, int]) -> int:

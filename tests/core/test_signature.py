@@ -95,13 +95,6 @@ def test_a_digest_tells_what_has_no_field(knows: bool, monkeypatch: pytest.Monke
             assert field == "payload" and "int64 []" in str(mine) and "another" in str(other)
 
 
-def test_a_width_of_another_process_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, pair in (("row_bytes", (5, 30000)), ("scale_bytes", (1, 3))):
-        ours, theirs = (signature.pack("payload", {"extras": "int8 []"}, dtype=4, **{name: width}) for width in pair)
-        monkeypatch.delitem(signature._packed, theirs)
-        assert signature.difference(ours, theirs) == (name.replace("_", " "), *pair)
-
-
 def test_a_digest_beside_a_word_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = signature.pack("payload", {"extras": "int64 []"}), signature.pack(layer=0)
     assert signature.difference(ours, theirs) == ("extras", "int64 []", None)
