@@ -76,6 +76,11 @@ class EmptyRounds:
         return bool(self.native.read_word(self.windows[at].address + mail + words * 8 - 4) == _FIRST_TAG)
 
 
+def run_round(native: Any, args: Any) -> None:
+    """Run a round of one rank, as the session of a CPU rank does."""
+    native.HostRunner(native.Turn())(args)
+
+
 def exchange(native: Any, rank: int, ranks: int, nonce: str) -> None:
     """Passes a window whose first word is `rank` + 1, and tells the first words of all windows."""
     window = native.HostWindow(4096)
@@ -117,7 +122,7 @@ def interrupted(native: Any, together: bool) -> None:
         if together:
             native.host_run_all(rounds.args[:2])
         else:
-            native.host_dispatch(rounds.args[0])
+            run_round(native, rounds.args[0])
         raise AssertionError("the round returned")
     took = time.monotonic() - sent[0]
     failure = rounds.failure(0)
@@ -144,11 +149,11 @@ def handled(native: Any) -> None:
         while not rounds.announced(0, 1):
             time.sleep(0.001)
         os.kill(os.getpid(), signal.SIGINT)
-        native.host_dispatch(rounds.args[1])
+        run_round(native, rounds.args[1])
 
     peer = threading.Thread(target=press_then_join)
     peer.start()
-    native.host_dispatch(rounds.args[0])
+    run_round(native, rounds.args[0])
     peer.join()
     say({"failure": rounds.failure(0) is not None, "came": came})
 
@@ -156,12 +161,12 @@ def handled(native: Any) -> None:
 def forked(native: Any) -> None:
     """A forked child of a process that has used everything can use everything, and drop what it inherited."""
     rounds = EmptyRounds(native, 1)
-    native.host_dispatch(rounds.args[0])
+    run_round(native, rounds.args[0])
     watcher = native.Watcher([0, os.getppid()], 0)
     pid = os.fork()
     if pid == 0:
         watcher.close()
-        native.host_dispatch(rounds.args[0])
+        run_round(native, rounds.args[0])
         interrupted(native, False)
     watcher.close()
     say(os.waitpid(pid, 0)[1])

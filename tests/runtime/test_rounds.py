@@ -11,7 +11,7 @@ import torch
 from moecomm import _native
 
 from ..live import FAR_S, ROOM_S
-from .child import EmptyRounds
+from .child import EmptyRounds, run_round
 from .processes import children
 
 TIMEOUT, PEER_LOST, ABORTED = 1, 2, 3
@@ -27,7 +27,7 @@ def test_ranks_together() -> None:
 
 def test_ranks_in_python_threads() -> None:
     rounds = EmptyRounds(_native, 3)
-    threads = [threading.Thread(target=_native.host_dispatch, args=(args,)) for args in rounds.args]
+    threads = [threading.Thread(target=run_round, args=(_native, args)) for args in rounds.args]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -38,10 +38,10 @@ def test_ranks_in_python_threads() -> None:
 def test_the_gil_is_released() -> None:
     """Another Python thread is what the round waits for."""
     rounds = EmptyRounds(_native, 2)
-    peer = threading.Thread(target=_native.host_dispatch, args=(rounds.args[1],))
+    peer = threading.Thread(target=run_round, args=(_native, rounds.args[1]))
     starter = threading.Timer(0.05, peer.start)
     starter.start()
-    _native.host_dispatch(rounds.args[0])
+    run_round(_native, rounds.args[0])
     starter.join()
     peer.join()
     assert rounds.failure(0) is None
@@ -49,7 +49,7 @@ def test_the_gil_is_released() -> None:
 
 def test_a_failed_round_raises_nothing_here() -> None:
     rounds = EmptyRounds(_native, 2, timeout_s=0.1)
-    _native.host_dispatch(rounds.args[0])
+    run_round(_native, rounds.args[0])
     failure = rounds.failure(0)
     assert (failure.code, failure.rank, failure.peer, failure.round) == (TIMEOUT, 0, 1, 1)
     assert failure.waited_ns >= 100_000_000
@@ -60,7 +60,7 @@ def test_abort_from_another_thread() -> None:
     abort = threading.Timer(0.05, lambda: _native.set_abort(rounds.args[0].ctx.abort_host, ABORTED, 0))
     abort.start()
     start = time.monotonic()
-    _native.host_dispatch(rounds.args[0])
+    run_round(_native, rounds.args[0])
     assert time.monotonic() - start < ROOM_S
     assert (rounds.failure(0).code, rounds.failure(0).peer) == (ABORTED, 0)
 
@@ -84,10 +84,10 @@ def test_contexts_that_are_not_set() -> None:
         kept = getattr(good.ctx, name)
         setattr(good.ctx, name, value)
         with pytest.raises(ValueError, match=r"ctx|address"):
-            _native.host_dispatch(good)
+            run_round(_native, good)
         setattr(good.ctx, name, kept)
     with pytest.raises(ValueError, match="ctx"):
-        _native.host_combine(_native.CombineArgs())
+        run_round(_native, _native.CombineArgs())
     _native.host_run_all([])
     with pytest.raises(TypeError):
         _native.host_run_all([good, rounds])  # type: ignore[list-item]

@@ -29,8 +29,9 @@ def runner(execute, function):
     return make
 
 from moecomm.backends.host import HostSession
-HostSession.dispatcher = runner(_native.host_dispatch, 0xabc)
-HostSession.combiner = runner(_native.host_combine, 0xabd)
+execute = _native.HostRunner(_native.Turn())
+HostSession.dispatcher = runner(execute, 0xabc)
+HostSession.combiner = runner(execute, 0xabd)
 buffer = moecomm.Buffer("self", hidden=64, num_experts=4, topk=2, max_tokens=4, backend="host")
 rounds = buffer.rounds
 known = (rounds.plans.table, rounds.memory.parts, rounds.flight, rounds.turn, rounds.session.context.record)
