@@ -140,7 +140,7 @@ def finish(rounds: Rounds, combining: Combining) -> Any:
 
 def _round(rounds: Rounds, combining: Combining) -> Any:
     run(combining)
-    rounds.turn.made += 1
+    rounds.count_round()
     return finish(rounds, combining)
 
 

@@ -109,14 +109,14 @@ def dispatch(
             if first_token is None:  # else the whole has been shown
                 observers.show(rounds, topk_idx, topk_weights)
             run(routed)
-            rounds.turn.several = _may_go_in_chunks(options, routed, max_rows)  # before it counts as the last round
-            rounds.turn.made += 1
+            rounds.expect_more(_may_go_in_chunks(options, routed, max_rows))  # before it counts as the last round
+            rounds.count_round()
     if is_over:
         rounds.unfinished.clear()
         return routed
     try:
         routed = finish(rounds, routed)
-        rounds.turn.several = False
+        rounds.expect_more(False)
         return routed
     except TooManyRows as error:
         in_chunks = _may_go_in_chunks(options, routed, max_rows) and is_of(routed, error)
@@ -151,8 +151,8 @@ def dispatch_begin(
     routed = prepare(rounds, request, x, topk_idx, topk_weights, scales, max_rows, handle, **how)
     observers.show(rounds, topk_idx, topk_weights)
     run(routed)
-    rounds.turn.several = True  # to the end of this call: nobody can end a dispatch that Ctrl-C keeps from its caller
-    rounds.turn.made += 1
+    rounds.expect_more()  # to the end of this call: nobody can end a dispatch that Ctrl-C keeps from its caller
+    rounds.count_round()
     finish(rounds, routed)
     if early:
         outputs.place_rows(rounds, routed)
@@ -164,9 +164,9 @@ def dispatch_end(rounds: Rounds, routed: Routed, *, sync: bool | None = None) ->
     """Buffer.dispatch_end."""
     ending = prepare_end(rounds, routed, sync=sync)
     rounds.calls += 1  # which ranks must not take for the first half
-    rounds.turn.several = rounds.domain_ranks < rounds.num_ranks  # ranks here wait for rows that this one forwards
+    rounds.expect_more(rounds.domain_ranks < rounds.num_ranks)  # ranks here wait for rows that this one forwards
     run(ending)
-    rounds.turn.several = False
+    rounds.expect_more(False)
     return finish(rounds, ending)
 
 
@@ -429,7 +429,7 @@ def _round(rounds: Rounds, routed: Routed) -> Routed:
     """Run the round of a chunk, whose rows stay bytes until they are joined."""
     routed.unpack = None
     run(routed)
-    rounds.turn.made += 1
+    rounds.count_round()
     return finish(rounds, routed, copied=True)
 
 

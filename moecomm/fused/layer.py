@@ -75,7 +75,7 @@ def moe(
         given, form = prepare(rounds, request, x, topk_idx, topk_weights, *experts, **more, measures=True)
         observers.show(rounds, topk_idx, topk_weights)
         if form.measured is not None:
-            rounds.turn.several = True  # other ranks wait for this one until it has measured
+            rounds.expect_more()  # other ranks wait for this one until it has measured
         routed = pipeline.start(rounds, given)
         result = pipeline.finish(rounds, given, routed, wait=waits or form.measured is not None)
         if form.measured is None:
@@ -143,7 +143,7 @@ def _ended(rounds: Rounds, form: _Form, routed: Routed, experts: _Experts, out: 
     if found is None:
         combining = combine.prepare(rounds, form.combining, y, routed.handle, out, bias, same_call=True)
         combine.run(combining)
-        rounds.turn.made += 1
+        rounds.count_round()
         return combine.finish(rounds, combining)
     if not is_over:
         rounds.raise_failure()

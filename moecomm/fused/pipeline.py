@@ -88,7 +88,7 @@ def start(rounds: Rounds, layer: Pipeline) -> Routed:
     layer.publish()
     routed = layer.dispatch_call().prepare(rounds)
     dispatch.run(routed)
-    rounds.turn.made += 1
+    rounds.count_round()
     return routed
 
 
@@ -108,7 +108,7 @@ def finish(rounds: Rounds, layer: Pipeline, routed: Routed, *, wait: bool = Fals
     layer.run_reduce()
     for stage in layer.stages():
         stage()
-    rounds.turn.made += 1  # a combine, or what stands for one
+    rounds.count_round()  # a combine, or what stands for one
     return layer.finish_reduce()
 
 

@@ -239,7 +239,7 @@ def dispatch(
     owner.turn.several = True  # until it is known that the rows have room in one round
     with contextlib.suppress(TooManyRows):
         arrived = waiting(*whole)
-        owner.turn.several = False
+        owner.turn.several = False  # by hand: each call of ops passes here
         return _dispatched(arrived)
     # Outside of the block, no traceback holds the memory of that round.
     some = partial(waiting, alignment=1)

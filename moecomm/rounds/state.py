@@ -87,6 +87,17 @@ class RoundState:
         if missed:
             self.count_rejected(error, note or "")
 
+    def count_round(self) -> None:
+        """Count a round that has been started, whose error every rank raises.  A call that has made all is complete."""
+        self.turn.made += 1
+
+    def expect_more(self, more: bool = True) -> None:
+        """Say whether the call under way is yet to make rounds beyond those that it has announced.
+
+        It counts as failed if it ends meanwhile.
+        """
+        self.turn.several = more
+
     def admit(self) -> None:
         """Map memory that peers have taken since, if any, for later rounds."""
         if self.offers is None or not self._open or self.released or self.offers.value == self._admitted:
@@ -342,7 +353,7 @@ def several_rounds(state: RoundState, make: Callable[[], _Result]) -> _Result:
 
     Not if a round has left the error behind, because every rank raises that.
     """
-    state.turn.several = True
+    state.expect_more()
     found = make()
-    state.turn.several = False
+    state.expect_more(False)
     return found
