@@ -1,4 +1,4 @@
-// The GPU's clock: for the host (moecomm/observe/tracing/device.py), and for waits until a time.
+// The GPU's clock: for the host (moecomm/observe/tracing/files.py), and for waits until a time.
 #pragma once
 #include "../protocol/deadline.h"
 

@@ -18,7 +18,7 @@ __device__ MoecommSpanRing moecomm_span_ring;
 
 namespace moecomm {
 
-// Roles of warps, and parts of kernels. moecomm/observe/tracing/device.py has their names, in this order.
+// Roles of warps, and parts of kernels. moecomm/observe/tracing/files.py has their names, in this order.
 enum class Role : u32 {
     kernel,
     agree,

@@ -13,7 +13,7 @@ from moecomm.fused import compute, kernels, schedules
 from moecomm.gpu import jit, loader, span_ring
 from moecomm.gpu.cubin import executable_sections, lacks_descriptor
 from moecomm.gpu.plain_kernel import PlainKernel
-from moecomm.observe.tracing.device import CLOCK
+from moecomm.observe.tracing.files import CLOCK
 
 from ..compiled import Kernel, check_kernel
 from ..few import few

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from moecomm.gpu import jit, span_ring
-from moecomm.observe.tracing.device import DeviceSpan, decode
+from moecomm.observe.tracing.files import DeviceSpan, decode
 from moecomm.testing import LocalBuffers, check_case, random_case, random_layer
 from moecomm.testing import ranks as local
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import moecomm
-from moecomm.observe.flight import files
+from moecomm.observe import flight
 
 from ..backends.conftest import all_ranks
 from ..fresh_python import run_python
@@ -105,7 +105,7 @@ def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
 def open_pair(monkeypatch: pytest.MonkeyPatch, folder: Path, body: Any) -> list[dict[str, Any]]:
     """Two ranks on threads run `body(rank, buffer)`, inside of their Buffers; return the records in order of ranks."""
     monkeypatch.setenv("MOECOMM_FLIGHT_DIR", str(folder))
-    monkeypatch.setattr(files, "_installed", True)  # not in the process of the tests
+    monkeypatch.setattr(flight, "_installed", True)  # not in the process of the tests
 
     def run_rank(group: Any) -> None:
         ends, sizes = contextlib.suppress(moecomm.MoecommError, ZeroDivisionError), json.loads(SIZES)

@@ -6,8 +6,7 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
-from moecomm.observe.tracing.clocks import offsets
-from moecomm.observe.tracing.merge import merge
+from moecomm.observe.tracing.merge import merge, offsets
 from moecomm.observe.tracing.reading import RankSpans, Span
 
 FILE = RankSpans(Path("rank0.spans"), "b", None, 0, 3, "a", "clock a", 1, "host", (0, 0))

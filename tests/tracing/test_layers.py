@@ -13,7 +13,8 @@ import torch
 import moecomm
 from moecomm import nn
 from moecomm.base import layers
-from moecomm.observe.tracing import nvtx, reading
+from moecomm.observe import tracing
+from moecomm.observe.tracing import reading
 from moecomm.rounds.spans import CALLS
 
 from . import traces
@@ -24,7 +25,7 @@ SIZES: dict[str, Any] = {"hidden": 64, "intermediate": 32, "num_experts": 4, "to
 @pytest.fixture
 def ranges(monkeypatch: pytest.MonkeyPatch) -> traces.Ranges:
     found = traces.Ranges()
-    monkeypatch.setattr(nvtx, "ranges", lambda: found)
+    monkeypatch.setattr(tracing, "nvtx_ranges", lambda: found)
     return found
 
 

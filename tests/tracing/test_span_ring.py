@@ -10,7 +10,7 @@ import torch
 
 from moecomm.gpu.loader import headers
 from moecomm.gpu.span_ring import RECORD_BYTES, SpanRing, Write, owner_of
-from moecomm.observe.tracing.device import ROLES, ClockPoint, DeviceSpan, decode, on_host
+from moecomm.observe.tracing.files import ROLES, ClockPoint, DeviceSpan, decode, on_host
 
 OWNERS = (64 * 5, 64 * 9)
 

@@ -11,7 +11,8 @@ import pytest
 
 import moecomm
 from moecomm import _native
-from moecomm.observe.tracing import nvtx, reading
+from moecomm.observe import tracing
+from moecomm.observe.tracing import reading
 
 from . import traces
 
@@ -93,7 +94,7 @@ def test_a_buffer_that_is_dropped_leaves_no_steps_behind(tmp_path: Path) -> None
 
 def test_a_profiler_gets_ranges_with_operation_and_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ranges = traces.Ranges()
-    monkeypatch.setattr(nvtx, "ranges", lambda: ranges)
+    monkeypatch.setattr(tracing, "nvtx_ranges", lambda: ranges)
     with moecomm.trace(tmp_path), moecomm.Buffer("self", **traces.SIZES) as buffer:
         traces.make_rounds(buffer, 1)
         with pytest.raises(moecomm.BadInput):

@@ -12,8 +12,7 @@ import msgspec
 from moecomm.base.documents import Document, opened
 from moecomm.errors import BadInput
 from moecomm.observe.stats.reading import Rank, Ranks, Whole
-from moecomm.observe.tracing.device import ClockPoint, decode, on_host
-from moecomm.observe.tracing.files import FORMAT, OF_KERNELS, SUFFIX
+from moecomm.observe.tracing.files import FORMAT, OF_KERNELS, SUFFIX, ClockPoint, decode, on_host
 
 _MOST_BYTES, _MOST_LINE = 4 << 30, 1 << 20  # of a file, and of a line in it
 
