@@ -305,12 +305,26 @@ def refuse(rounds: Rounds, error: BadInput) -> NoReturn:
         As Window.barrier().
     """
     _require(rounds)
-    if (exchanges := rounds.part(Exchanges)) is not None:
-        with exchanges.reading(None, at_once=True):
-            pass
-        raise error
-    with agreement(rounds, "slot_weights"):
-        raise error
+    _agree(rounds, error)
+    raise error
+
+
+def _agree(rounds: Rounds, mine: _Kinds | BadInput) -> None:
+    """Compare kinds of tensors with those of the other ranks, outside of an exchange.  Collective.
+
+    `mine`: kinds, or why this rank refuses its arguments.
+
+    Raises:
+        BadInput, Mismatch: a rank refuses its arguments, or has tensors of other kinds.
+    """
+    if (exchanges := rounds.part(Exchanges)) is not None:  # the other ranks are at its barriers
+        with exchanges.reading(None if isinstance(mine, BadInput) else mine, at_once=True):
+            return
+    with agreement(rounds, "slot_weights") as ranks:
+        if isinstance(mine, BadInput):
+            raise mine
+        ranks.compare({"weights": _shown(mine)})
+        ranks.settle()
 
 
 def _require(rounds: Rounds) -> None:
@@ -374,16 +388,7 @@ def _exchange_of(rounds: Rounds, tensors: Sequence[torch.Tensor]) -> tuple[Excha
     kinds, exchanges = _kinds(tensors), rounds.part(Exchanges)
     if exchanges is not None and kinds in exchanges.by_kinds:
         return exchanges, exchanges.by_kinds[kinds]
-    if exchanges is not None:
-        with exchanges.reading(kinds, at_once=True):
-            pass
-    else:
-        with agreement(rounds, "slot_weights") as ranks:
-            mine = _digest(kinds)
-            everybody = [int.from_bytes(data, "little") for data in ranks.all_gather(mine.to_bytes(8, "little"))]
-            if (error := _error(everybody, mine, {mine: _shown(kinds)})) is not None:
-                raise error
-            ranks.settle()
+    _agree(rounds, kinds)
     assert rounds.placement is not None
     rows = max(len(rounds.local_experts), most_experts(rounds.placement.num_experts, rounds.num_ranks))
     digests = 8 * rounds.num_ranks if exchanges is None else 0
