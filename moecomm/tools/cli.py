@@ -110,14 +110,14 @@ def launch(
     It ends when all ranks have ended. Exit code 0: at least one rank has ended with 0, and all others with 0 or by a
     signal. Otherwise the first exit code that is not 0, or 128 + the signal.
     """
-    from moecomm.tools.local_job import run as run_job
+    from moecomm.tools.launch import run_program
 
     console = Console(stderr=True)
 
     def say(line: str) -> None:
         console.print(f"moecomm launch: {line}", highlight=False, markup=False, soft_wrap=True)
 
-    raise typer.Exit(run_job(["-m", *program] if module else program, ranks, say))
+    raise typer.Exit(run_program(["-m", *program] if module else program, ranks, say))
 
 
 @app.command()

@@ -1,8 +1,11 @@
-"""A launcher that runs a function in one local process per rank; the demo and the benchmarks use it.
+"""The launcher of local ranks: of a function, for the demo and the benchmarks, and of a program, as torchrun starts it.
 
-The launcher leaves nothing behind. Ranks find each other through an unnamed file that no other user can open, and
-connect over the loopback interface. Results return as JSON over pipes. A rank whose parent has exited, for any reason,
-exits too.
+It leaves nothing behind: ranks connect over the loopback interface, and end with this process, whatever ends it.
+
+- launch(), of a function: ranks find each other through an unnamed file that no other user can open. Results return as
+  JSON over pipes. The first failure ends all ranks.
+- run_program(): the store of the ranks is in this process, so it outlives each of them. The ranks that are left go on
+  when one is lost.
 """
 
 from __future__ import annotations
@@ -11,19 +14,23 @@ import contextlib
 import importlib
 import json
 import os
+import queue
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import FileStore, TCPStore
 
 from moecomm import config
 from moecomm.base.protocol import MAX_RANKS
@@ -37,6 +44,16 @@ from moecomm.tools.launch import run_child
 run_child(*sys.argv[2:])
 """
 _GRACE_S = 3.0  # time for peers to report after the first failure, and to exit when asked to
+_HOST = "127.0.0.1"
+_TERM_GRACE_S = 10.0  # between SIGTERM and SIGKILL
+# Has the kernel kill this process with its parent (PR_SET_PDEATHSIG, which an execve keeps), then becomes the program.
+_BOUND_TO_PARENT = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 9)
+if os.getppid() != int(sys.argv[1]):
+    os._exit(1)
+os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
 
 
 @dataclass
@@ -74,7 +91,7 @@ class _Child:
             return Failure(self.rank, *message["failure"]) if "failure" in message else message["result"]
         try:
             code = self.process.wait(_GRACE_S)
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            how = _how(code)
         except subprocess.TimeoutExpired:
             how = "went silent"
         return Failure(self.rank, "ProcessEnded", f"the process {how}", consequence=False)
@@ -166,13 +183,7 @@ def _end(children: list[_Child]) -> None:
         assert child.process.stdin is not None
         child.process.stdin.close()
         os.close(child.results)
-    deadline = time.monotonic() + _GRACE_S
-    for child in children:
-        try:
-            child.process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            child.process.kill()
-            child.process.wait()
+    _end_within(_GRACE_S, [child.process for child in children])
 
 
 def run_child(target: str, rank: str, ranks: str, store: str, results: str) -> None:
@@ -215,3 +226,122 @@ def _end_with_parent() -> None:
     while os.read(0, 1):
         pass
     os._exit(1)
+
+
+class _Told(Exception):
+    """A signal told the launcher to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+def run_program(program: list[str], ranks: int, say: Callable[[str], object]) -> int:
+    """Run a Python program on local ranks, and wait until each of them has ended.
+
+    Ranks have the variables of torchrun: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT. A
+    rank that a signal ends is lost, and the others are left alone. SIGINT and SIGTERM end all ranks, first by SIGTERM.
+
+    Args:
+        program: arguments of the Python interpreter: a file, or `-m` and a module, and those of the program.
+        ranks: number of processes.
+        say: takes a line for each rank that does not end with 0.
+
+    Returns:
+        The exit code of the job. 0: at least one rank has ended with 0, all others with 0 or by a signal. Else the
+        first exit code that is not 0; if there is none, 128 + the number of the first signal. 128 + the number of a
+        signal that has ended the job.
+
+    Raises:
+        BadInput: an empty program, or a number of ranks out of range.
+    """
+    if not program:
+        raise BadInput("program", "none", "a Python file, or -m and a module")
+    check_integer("ranks", ranks, 1, MAX_RANKS)
+    listener = socket.create_server((_HOST, 0))
+    port = listener.getsockname()[1]
+    # The store owns the descriptor from here on.
+    store = TCPStore(_HOST, port, ranks, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    processes: list[subprocess.Popen[bytes]] = []
+    before = {number: signal.signal(number, _tell) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        for rank in range(ranks):
+            processes.append(_start_program(program, rank, ranks, port))
+        return _wait(processes, say)
+    except _Told as told:
+        return 128 + told.number
+    finally:
+        for number in before:
+            signal.signal(number, signal.SIG_IGN)  # the ranks are being ended already
+        _end_programs(processes)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        del store
+
+
+def _tell(number: int, frame: FrameType | None) -> NoReturn:
+    raise _Told(number)
+
+
+def _start_program(program: list[str], rank: int, ranks: int, port: int) -> subprocess.Popen[bytes]:
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "GROUP_RANK": 0}
+    # As an agent of torchrun: ranks then connect to its store, where rank 0 would open another.
+    agent = {"USE_AGENT_STORE": "True", "RESTART_COUNT": "0", "RUN_ID": "moecomm"}
+    given = {name: str(value) for name, value in places.items()}
+    given |= {f"TORCHELASTIC_{name}": value for name, value in agent.items()}
+    given |= {"MASTER_ADDR": _HOST, "MASTER_PORT": str(port)}
+    threads = max(1, len(os.sched_getaffinity(0)) // ranks)
+    with (
+        config.variables(given, insist=True),
+        config.variables({"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": "lo"}),
+    ):
+        command = [sys.executable, "-c", _BOUND_TO_PARENT, str(os.getpid()), *program]
+        # A session of its own: Ctrl-C reaches only the launcher, which then ends the ranks and what they have started.
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], say: Callable[[str], object]) -> int:
+    ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+
+    def report(rank: int) -> None:
+        ended.put((rank, processes[rank].wait()))
+
+    for rank in range(len(processes)):
+        threading.Thread(target=report, args=(rank,), daemon=True).start()
+    codes: list[int] = []
+    for left in reversed(range(len(processes))):
+        rank, code = ended.get()
+        codes.append(code)
+        if code:
+            say(f"rank {rank} {_how(code)}; {left} of {len(processes)} ranks still run")
+    failed = [code for code in codes if code > 0]
+    lost = [128 - code for code in codes if code < 0]
+    return failed[0] if failed else 0 if 0 in codes else lost[0]
+
+
+def _end_programs(processes: list[subprocess.Popen[bytes]]) -> None:
+    """End the ranks that still run, and what they have started."""
+    running = [process for process in processes if process.poll() is None]
+    _signal(running, signal.SIGTERM)
+    _end_within(_TERM_GRACE_S, running)
+
+
+def _end_within(grace_s: float, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Wait for processes that have been asked to end, and kill those that have not in time."""
+    deadline = time.monotonic() + grace_s
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, deadline - time.monotonic()))
+    _signal([process for process in processes if process.poll() is None], signal.SIGKILL)
+    for process in processes:
+        process.wait()
+
+
+def _signal(processes: list[subprocess.Popen[bytes]], number: int) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+
+
+def _how(code: int) -> str:
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

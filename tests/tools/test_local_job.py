@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import moecomm
-from moecomm.tools.local_job import run
+from moecomm.tools.launch import run_program
 
 from ..fresh_python import beside_packages, run_python
 
@@ -53,7 +53,7 @@ def wait_until_ended(pids: list[int]) -> None:
 )
 def test_the_exit_code_tells_losses_from_failures(programs: list[str], code: int, said: list[str]) -> None:
     lines: list[str] = []
-    assert run(of_ranks(*programs), len(programs), lines.append) == code
+    assert run_program(of_ranks(*programs), len(programs), lines.append) == code
     assert sorted(line.split(";")[0] for line in lines) == said
 
 
@@ -67,14 +67,14 @@ while not os.path.exists({str(lost)!r}) or not (pid := open({str(lost)!r}).read(
 while os.path.exists('/proc/' + pid): time.sleep(0.01)
 """
     lines: list[str] = []
-    assert run(of_ranks(wait, die), 2, lines.append) == 0
+    assert run_program(of_ranks(wait, die), 2, lines.append) == 0
     assert lines == ["rank 1 was killed by SIGKILL; 1 of 2 ranks still run"]
 
 
 def test_ranks_have_the_variables_of_torchrun(tmp_path: Path) -> None:
     program = f"import json; json.dump(dict(os.environ), open({str(tmp_path)!r} + '/' + os.environ['RANK'], 'w'))"
     before = dict(os.environ)
-    assert run(of_ranks(program, program), 2, print) == 0
+    assert run_program(of_ranks(program, program), 2, print) == 0
     found = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
     assert dict(os.environ) == before
     for rank, variables in enumerate(found):
@@ -99,7 +99,7 @@ heard = [row[1] for row in rows if row[3] == '0A' and row[1].endswith(':' + port
 found = [store.get('after'), heard, dist.is_torchelastic_launched()]
 sys.exit(None if found == [b'the loss', ['0100007F:' + port], True] else str(found))
 """
-    assert run(of_ranks(program, program), 2, print) == 0
+    assert run_program(of_ranks(program, program), 2, print) == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
@@ -110,7 +110,7 @@ with open({str(tmp_path)!r} + '/new' + os.environ['RANK'], 'w') as file: file.wr
 os.rename(file.name, file.name.replace('new', 'pid'))
 time.sleep(600)
 """
-    job = f"import sys; from moecomm.tools.local_job import run; sys.exit(run(['-c', {rank!r}], 2, print))"
+    job = f"import sys; from moecomm.tools.launch import run_program; sys.exit(run_program(['-c', {rank!r}], 2, print))"
     launcher = subprocess.Popen([sys.executable, "-c", job], **beside_packages())
     files = [tmp_path / f"pid{rank}" for rank in range(2)]
     while not all(file.exists() for file in files):
@@ -124,7 +124,7 @@ time.sleep(600)
 @pytest.mark.parametrize(("given", "argument"), [(([], 2), "program"), ((["-c", ""], 0), "ranks")])
 def test_bad_arguments_start_nothing(given: tuple[list[str], int], argument: str) -> None:
     with pytest.raises(moecomm.BadInput) as error:
-        run(*given, print)
+        run_program(*given, print)
     assert error.value.argument == argument
 
 
