@@ -16,7 +16,8 @@ from torch.distributed import DistNetworkError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-FORGOTTEN = b""  # in place of the outcome of an opening so long ago that no rank has kept it
+# In place of outcomes that no rank has kept: of an opening so long ago, or of ranks that have become others since.
+FORGOTTEN, OVERTAKEN = b"", b"-"
 
 _SHORTEST_NAP_S, _LONGEST_NAP_S, _GROWTH = 5e-5, 1e-2, 1.5  # a nap is at most half as long as all before it
 

@@ -25,7 +25,7 @@ from moecomm.base.processes import Deaths, pid_namespace
 from moecomm.base.validation import seconds
 from moecomm.errors import Aborted, BadInput, Mismatch, MoecommError, PeerLost, RoundFailed, Timeout, Unsupported
 from moecomm.ranks import last_calls, messages, strays
-from moecomm.ranks.board import FORGOTTEN, Board
+from moecomm.ranks.board import FORGOTTEN, OVERTAKEN, Board
 from moecomm.ranks.group import Group
 from moecomm.ranks.messages import Failed, Opened
 
@@ -148,7 +148,7 @@ class Opening:
         return f"while the {self._kind} was opened" if self._call == "open" else f"during {self._call}()"
 
     def begin(self, timeout_s: Any) -> None:
-        """Find out which opening of these ranks this is.
+        """Find out which opening of these ranks this is.  Goes on where an interrupt has ended it.
 
         Raises:
             BadInput: no time that can be waited; peers of this opening learn of it.
@@ -159,53 +159,48 @@ class Opening:
             self.timeout_s = seconds(timeout_s)  # first: a busy store may need it
         except BadInput as error:
             refused = error
-        self._join()
+        if self._board is None and self.ranks > 1:
+            self._board = self._make()
+        if (board := self._board) is not None:
+            if not self.in_process and strays.withdraw():
+                self._global_ranks = list  # those of the others may be withdrawn later
+            key = f"begun/{self.rank}"
+            begun: int = self._ask(None, board.count, key, 0)
+            if self._begun is None:
+                self._begun = begun
+            if begun == self._begun:  # else an interrupt came before the answer
+                by = self._next(board, begun) + 1 - begun
+                begun = self._ask(None, board.count, key, by) + by
+            self._attempt = begun - 1
+            self._joined = True
         if refused is not None:
             raise refused
 
-    def _join(self) -> None:
-        """Find the opening that this call belongs to.  Goes on where an interrupt has ended it."""
-        if (board := self._connected()) is None:
-            return
-        if not self.in_process and strays.withdraw():
-            self._global_ranks = list  # those of the others may be withdrawn later
-        key = f"begun/{self.rank}"
-        begun: int = self._ask(None, board.count, key, 0)
-        if self._begun is None:
-            self._begun = begun
-        if begun == self._begun:  # else an interrupt came before the answer
-            by = self._next(begun) + 1 - begun
-            begun = self._ask(None, board.count, key, by) + by
-        self._attempt = begun - 1
-        self._joined = True
-
-    def _connected(self) -> Board | None:
-        if self._board is None and self.ranks > 1:
-            self._board = self._make()
-        return self._board
-
     def waiting(self) -> list[int]:
         """Return the ranks that wait in the next opening, which this rank has not begun.  Not collective."""
-        if (board := self._connected()) is None:
+        if self.ranks == 1:
             return []
-        self._attempt = self._next(self._ask(None, board.count, f"begun/{self.rank}", 0))
+        self._board = board = self._make()
+        self._attempt = self._next(board, self._ask(None, board.count, f"begun/{self.rank}", 0))
         if self._outcome() is not None:
             return []
         missing = self._missing(self._keys("0"), None)
         return [rank for rank in range(self.ranks) if rank not in missing]
 
-    def _next(self, begun: int) -> int:
+    def _next(self, board: Board, begun: int) -> int:
         """Return the opening that a call of this rank belongs to, which has begun so many.
 
         It is the next one, but behind the last that peers gave up because they waited for this rank in vain.  Errors of
         others are for this rank, too, which may be late.
         """
         found = self._attempt = begun
-        while (stands := self._outcome()) not in (None, _OPEN):
+        while True:
+            (stands,) = self._ask(None, board.look, [f"{self._attempt}/outcome"])
+            if stands in (None, _OPEN, OVERTAKEN):
+                return found
             self._attempt += 1
             if stands == FORGOTTEN or self.rank in messages.unpack(stands, Failed).absent:
                 found = self._attempt
-        return found
 
     def all_gather(self, data: bytes) -> list[bytes]:
         """Return the data of every rank, by rank.  The ranks may pass different numbers of bytes.
@@ -219,7 +214,8 @@ class Opening:
         if board is None:
             return [data]
         first = self._step == 0
-        mine = self._label() if first else b""
+        # Openings of one group are counted together, so a rank may join one of another call.
+        mine = f"{self._call}|{self._of}".encode()[:_CALL].ljust(_CALL, b"\0") if first else b""
         everybody = self._exchange(str(self._step), self._identity() + mine + data if first else data)
         self._step += 1
         if not first:
@@ -303,9 +299,8 @@ class Opening:
         `joins`: also if an interrupt, say, has ended begin(); peers wait in the opening that it would have found.
         """
         if joins and not self._joined:
-            self.timeout_s = _GRACE_S
             with suppress(MoecommError):
-                self._join()
+                self.begin(_GRACE_S)
         if self._joined and not self._decided:
             self._decide(error)
 
@@ -335,10 +330,6 @@ class Opening:
     def _identity(self) -> bytes:
         """Return 36 bytes: where our process id means something, and that.  Threads of one process need neither."""
         return bytes(36) if self.in_process else pid_namespace() + os.getpid().to_bytes(4, "little")
-
-    def _label(self) -> bytes:
-        """Name the call.  Openings of one group are counted together, so a rank may join one of another call."""
-        return f"{self._call}|{self._of}".encode()[:_CALL].ljust(_CALL, b"\0")
 
     def _keys(self, step: str) -> list[str]:
         """Return the keys of all ranks in a step, by rank."""
@@ -471,7 +462,7 @@ class Opening:
     def _announced(self, record: bytes) -> MoecommError:
         """Make the error that another rank has announced, as this rank raises it."""
         self._decided = True
-        if record == FORGOTTEN:
+        if record in (FORGOTTEN, OVERTAKEN):
             text = f"the other ranks have gone on without rank {self.rank} ({self.where})"
             return self.failed(Timeout, self.rank, text)
         said = messages.unpack(record, Failed)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from moecomm import _native
 from moecomm.errors import Unsupported
-from moecomm.ranks.board import FORGOTTEN
+from moecomm.ranks.board import FORGOTTEN, OVERTAKEN
 
 PAGE_BYTES = 128 << 10
 EXTENSIONS = PAGE_BYTES - 1024  # offset of what windows that grow use: moecomm.backends.windows.extensions
@@ -104,9 +104,9 @@ class Pages:
             stands = _native.read_long_word(self.addresses[0] + _DECISION)
             if stands >> _RANK_BITS >= number:
                 decided = self._decided(key)
-                if not decided:  # so many decisions ago that no rank has kept it
+                if decided in (None, FORGOTTEN, OVERTAKEN):  # so many decisions ago that no rank has kept it
                     raise ConnectionError("the other ranks have gone on")
-                return decided
+                return decided  # type: ignore[return-value]
             if stands:
                 self.write(f"={stands >> _RANK_BITS}", self._proposal(stands))
             mine = number << _RANK_BITS | self._rank
@@ -147,7 +147,9 @@ class Pages:
             return None
         if stands >> _RANK_BITS == number:
             return self._proposal(stands)
-        return self._first(f"={number}") or (FORGOTTEN if key.endswith("/outcome") else None)
+        if (kept := self._first(f"={number}")) is not None or not key.endswith("/outcome"):
+            return kept
+        return OVERTAKEN if stands >> _RANK_BITS >> 32 > number >> 32 else FORGOTTEN
 
     def _first(self, key: str) -> bytes | None:
         """Return the value of the lowest rank that has one of this key."""

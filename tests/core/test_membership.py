@@ -462,7 +462,7 @@ MESSAGES: list[tuple[Any, ...]] = [
     messages.Agreed(3),
     messages.LastCall("grow()", 0.0, False),
     messages.Opened(),
-    messages.Failed("Timeout", 1, "text", {"peer": None}, False),
+    messages.Failed("Timeout", 1, "text", {"peer": None}, [0, 2]),
     messages.Stray("id", "got", "want"),
 ]
 

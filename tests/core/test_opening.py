@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import resource
@@ -26,6 +27,7 @@ from moecomm.ranks import opening as opening_module
 from moecomm.ranks.board import Part, StoreBoard
 from moecomm.ranks.collective import close_descriptors
 from moecomm.ranks.opening import gather, opening
+from moecomm.ranks.pages import _KEPT, PAGE_BYTES, Pages
 from moecomm.ranks.rendezvous import LocalRank, local_ranks, rendezvous
 
 from ..backends.conftest import run_ranks
@@ -525,6 +527,27 @@ def make_step(
     for rank, ends in wanted.items():
         assert found[rank] in ends, (kinds, found, wanted)
     return found
+
+
+def test_a_rank_finds_the_opening_of_its_peers_whatever_pages_have_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the others have agreed without it: then it is late, and waits for nobody."""
+    memory = [ctypes.create_string_buffer(PAGE_BYTES) for _ in range(2)]
+    pages, clock = [Pages(list(map(ctypes.addressof, memory)), rank) for rank in range(2)], Clock()
+    groups: list[Any] = [SimpleNamespace(rank=rank, ranks=2) for rank in range(2)]
+    for group, page in zip(groups, pages, strict=True):
+        group.board = partial(Part, page, "1/")
+    monkeypatch.setattr(opening_module, "time", clock)
+    clock.giving_up = {0}
+    for _ in range(2 * _KEPT):
+        assert one_opening(groups[0], clock, "", None, True) == "Timeout"
+    clock.giving_up = set()
+    assert run_ranks(2, lambda group: one_opening(groups[group.rank], clock, "", None, True)) == ["open", "open"]
+    for _ in range(2 * _KEPT):
+        clock.giving_up = {0}
+        assert one_opening(groups[0], clock, "", None, True) == "Timeout"
+        clock.giving_up = set()
+    pages[0].decide("2/members", b"{}")
+    assert one_opening(groups[1], clock, "", None, True) == "Timeout"
 
 
 def in_two_openings(groups: list[LocalRank], number: int, is_before: bool, group: LocalRank) -> list[str]:
