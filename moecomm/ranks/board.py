@@ -5,9 +5,11 @@ No call waits for a peer, and every call has a time limit: collectives of the gr
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,6 +17,8 @@ from torch.distributed import DistNetworkError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+
+_END_S = 2.0  # for the store, at the end of the process
 
 # In place of outcomes that no rank has kept: of an opening so long ago, or of ranks that have become others since.
 FORGOTTEN, OVERTAKEN = b"", b"-"
@@ -208,6 +212,7 @@ class StoreBoard:
         self._thread: threading.Thread | None = thread
         try:
             thread.start()
+            _serving[thread] = self._calls
         except RuntimeError:  # out of memory, or of processes
             self._thread = None
 
@@ -326,6 +331,23 @@ class _Lent(Part):
 
 
 _Results = queue.SimpleQueue[tuple[Any, "Exception | None"]]
+
+
+# Threads of boards, with their calls.
+_serving: weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue[Any]] = weakref.WeakKeyDictionary()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """End the threads of boards, at the end of the process.
+
+    Python ends a thread that comes back from a call of C++ later, and the unwinding of its stack aborts the process.
+    """
+    deadline = time.monotonic() + _END_S
+    for calls in list(_serving.values()):
+        calls.put(None)
+    for thread in list(_serving):
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _serve(calls: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...], _Results] | None]) -> None:

@@ -106,7 +106,7 @@ class Pages:
                 decided = self._decided(key)
                 if decided in (None, FORGOTTEN, OVERTAKEN):  # so many decisions ago that no rank has kept it
                     raise ConnectionError("the other ranks have gone on")
-                return decided  # type: ignore[return-value]
+                return decided
             if stands:
                 self.write(f"={stands >> _RANK_BITS}", self._proposal(stands))
             mine = number << _RANK_BITS | self._rank

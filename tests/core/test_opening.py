@@ -33,6 +33,7 @@ from moecomm.ranks.rendezvous import LocalRank, local_ranks, rendezvous
 from ..backends.conftest import run_ranks
 from ..conftest import Ranks
 from ..few import few
+from ..fresh_python import run_python
 from ..live import FAR_S, ROOM_S
 
 SIZES: dict[str, Any] = {"hidden": 128, "num_experts": 12, "topk": 3, "max_tokens": 32, "backend": "host"}
@@ -578,6 +579,20 @@ def test_gathers_keep_apart_and_leave_nothing() -> None:
     found = run_ranks(3, body)
     assert found == [[[b"%d of %d" % (turn, rank) for rank in range(3)] for turn in range(50)]] * 3
     assert {key.split("/")[0] for key in groups[0]._shared.values} == {"begun", "49"}
+
+
+ENDS = """
+import torch.distributed as dist
+from moecomm.ranks.board import StoreBoard
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+board = StoreBoard(store, "")
+board.erase([str(key) for key in range(3000)])  # nobody waits for that
+"""
+
+
+def test_a_process_ends_well_while_its_board_is_in_calls_of_the_store() -> None:
+    ended = run_python("-c", ENDS)
+    assert (ended.returncode, ended.stderr) == (0, ""), ended
 
 
 OF_LAYER: dict[str, Any] = {"hidden": 64, "intermediate": 32, "num_experts": 4, "topk": 2, "max_tokens": 4}
