@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+from typing import Any
+
 import torch
 
 from moecomm.base.protocol import DTYPES
 from moecomm.errors import Mismatch, OutOfStep
+from moecomm.overlap.plans import CallNumbers
 from moecomm.overlap.sizes import FP8, Sizes
 from moecomm.window import Window
 
@@ -77,6 +81,37 @@ def _pass(of: int) -> str:
     return "none" if of == FORWARD else f"that of call {of}"
 
 
+class EveryCall:
+    """Agreement on every call of some sizes, on CPUs.  An exchange carries the headers beside its tensors.
+
+    Args:
+        window: of all ranks.
+        offset: in its memory, of BYTES that nothing else uses.
+        numbers: of the Workspace.
+        sizes: of the calls.
+    """
+
+    def __init__(self, window: Window, offset: int, numbers: CallNumbers, sizes: Sizes) -> None:
+        self._memory = _headers_of(window, offset)  # keeps it mapped
+        self._headers: list[Any] = [(ctypes.c_int64 * WORDS).from_address(words.data_ptr()) for words in self._memory]
+        self._published, self._numbers, self._sizes = self._headers[window.rank], numbers, sizes
+        self._mine = header(sizes)
+
+    def publish(self) -> None:
+        """Number the call, and publish its header.  Peers may read it after the next barrier."""
+        self._numbers.made += 1
+        self._mine[FAILED], self._mine[OF] = self._numbers.failed, self._numbers.of
+        self._published[:] = self._mine
+
+    def difference(self) -> Mismatch | None:
+        """Return the error for the first rank whose call differs, if any.  All ranks have published theirs."""
+        for rank, published in enumerate(self._headers):
+            theirs = published[:]
+            if theirs != self._mine and (error := difference(self._sizes, self._mine, theirs, rank)) is not None:
+                return error
+        return None
+
+
 class FirstCalls:
     """Agreement on the first call of each kind, on GPUs, where comparing every call would cost too much.
 
@@ -87,9 +122,7 @@ class FirstCalls:
 
     def __init__(self, window: Window, offset: int) -> None:
         self._window = window
-        self._headers = [
-            window.tensor((WORDS,), torch.int64, rank=rank, offset=offset) for rank in range(window.num_ranks)
-        ]
+        self._headers = _headers_of(window, offset)
         self._seen: set[tuple[int, ...]] = set()
 
     def check(self, sizes: Sizes, failed_calls: int, fused: bool | None = False) -> bool:
@@ -125,3 +158,8 @@ class FirstCalls:
         window.barrier()  # every rank has read them
         window.check()
         return found
+
+
+def _headers_of(window: Window, offset: int) -> list[torch.Tensor]:
+    """Return the header in the memory of each rank."""
+    return [window.tensor((WORDS,), torch.int64, rank=rank, offset=offset) for rank in range(window.num_ranks)]

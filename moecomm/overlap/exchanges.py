@@ -5,17 +5,20 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, Protocol
 
 import torch
 
 from moecomm.errors import BadInput
+from moecomm.overlap.agreement import EveryCall
 from moecomm.overlap.local import sum_in_order
 from moecomm.overlap.sizes import FP8
 from moecomm.ranks.rendezvous import ProcessGroup
 from moecomm.window import Window
 
 _ONE_SHOT_BYTES = 256 << 10  # up to this size an all-reduce by copies reads whole tensors, in one exchange, not two
+UNIT = 256  # bytes: a Workspace uses a multiple of it
 _LIBRARIES = {"cuda": "nccl"}  # whose collectives are used, by kind of device
 
 Part = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a tensor
@@ -133,12 +136,14 @@ class Copies:
     exchange raises BadInput when it runs: an all-reduce may need none.
 
     Args:
-        window: of all ranks; CPU ranks will do as well.
+        window: of all ranks.
         staging: bytes of its memory that copies use, from a multiple of 16 on.
+        agreement: CPU ranks: compares every call, in its first exchange, which then raises its Mismatch on all ranks.
+            Exchanges are then part of a call of the Window; without, each is one.
     """
 
-    def __init__(self, window: Window, staging: range) -> None:
-        self._window, self._staging = window, staging
+    def __init__(self, window: Window, staging: range, agreement: EveryCall | None = None) -> None:
+        self._window, self._staging, self._agreement = window, staging, agreement
         self._rank, self.num_ranks = window.rank, window.num_ranks
 
     def all_gather(self, parts: Sequence[Part]) -> Callable[..., list[torch.Tensor]]:
@@ -156,7 +161,8 @@ class Copies:
             collect = self.all_gather([(shape, dtype)])
             return lambda given: sum_in_order(collect(given)[0])
         part = -(-count // self.num_ranks)
-        scatter, collect = self.reduce_scatter((self.num_ranks, part), dtype), self.all_gather([((part,), dtype)])
+        scatter = self.reduce_scatter((self.num_ranks, part), dtype)
+        collect = Copies(self._window, self._staging).all_gather([((part,), dtype)])
 
         def run(given: torch.Tensor) -> torch.Tensor:
             padded = torch.nn.functional.pad(given.flatten(), (0, part * self.num_ranks - count))
@@ -166,49 +172,59 @@ class Copies:
         return run
 
     def _exchange(
-        self, mine: Sequence[Part], found: Sequence[Part], parted: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self,
+        published: Sequence[Part],
+        collected: Sequence[Part],
+        parted: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> Callable[..., Any]:
-        """Plan an exchange: tensors like `mine` are published, one behind the other; `found` is read of all ranks.
+        """Plan an exchange: tensors like `published` lie one behind the other; `collected` is read of all ranks.
 
         parted: read the part for this rank, and not all of a tensor; the run then returns what this makes of the one
             tensor, else a list.
         """
-        window, ranks, staging = self._window, self.num_ranks, self._staging
+        window, ranks, staging, agreement = self._window, self.num_ranks, self._staging, self._agreement
         calls = window._opened.calls
-        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in mine]
+        context: Callable[[], AbstractContextManager[None]] = window._barriers if agreement is None else nullcontext
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in published]
         ends = list(itertools.accumulate(sizes))
         if ranks > 1 and (more := ends[-1] - len(staging)) > 0:
+            enough = (window.nbytes // UNIT + -(-more // UNIT)) * UNIT
 
-            def refuse(*given: torch.Tensor) -> NoReturn:
-                raise BadInput("nbytes", window.nbytes, f"at least {window.nbytes + more} for these sizes")
+            def refuse(*tensors: torch.Tensor) -> NoReturn:
+                raise BadInput("nbytes", window.nbytes, f"at least {enough} for these sizes")
 
             return refuse
         begins = [staging.start + end - size for end, size in zip(ends, sizes, strict=True)] if ranks > 1 else []
-        published = [window.tensor(*part, offset=at) for part, at in zip(mine, begins, strict=False)]
+        own = [window.tensor(*part, offset=begin) for part, begin in zip(published, begins, strict=False)]
         rotation = [(self._rank + step) % ranks for step in range(ranks)]
         copies: list[tuple[int, int, torch.Tensor]] = []  # tensor, rank, and where they are read
         for rank in rotation if ranks > 1 else ():
-            for nth, ((shape, dtype), at) in enumerate(zip(found, begins, strict=True)):
+            for nth, ((shape, dtype), begin) in enumerate(zip(collected, begins, strict=True)):
                 offset = 0 if parted is None else self._rank * (sizes[nth] // ranks)
-                copies.append((nth, rank, window.tensor(shape[1:], dtype, rank=rank, offset=at + offset)))
+                copies.append((nth, rank, window.tensor(shape[1:], dtype, rank=rank, offset=begin + offset)))
 
-        def run(*given: torch.Tensor) -> Any:
-            out = []
-            for of, (shape, dtype) in zip(given, found, strict=True):
-                out.append(of.new_empty(shape, dtype=dtype))
+        def run(*tensors: torch.Tensor) -> Any:
+            whole = []
+            for tensor, (shape, dtype) in zip(tensors, collected, strict=True):
+                whole.append(tensor.new_empty(shape, dtype=dtype))
+            if agreement is not None:
+                agreement.publish()
             if ranks == 1:
-                for of, to in zip(given, out, strict=True):
-                    to.view(of.shape).copy_(of)
-                return out if parted is None else parted(out[0])
-            with window._barriers():
-                for of, to in zip(given, published, strict=True):
-                    to.copy_(of)
-                come = calls.barrier()
-                for nth, rank, of in copies if come else ():
-                    out[nth][rank].copy_(of)
-                if not (come and calls.barrier()):
+                for tensor, target in zip(tensors, whole, strict=True):
+                    target.view(tensor.shape).copy_(tensor)
+                return whole if parted is None else parted(whole[0])
+            with context():
+                for tensor, target in zip(tensors, own, strict=True):
+                    target.copy_(tensor)
+                are_complete = calls.barrier()
+                error = agreement.difference() if are_complete and agreement is not None else None
+                for nth, rank, source in copies if are_complete and error is None else ():
+                    whole[nth][rank].copy_(source)
+                if not (are_complete and calls.barrier()):
                     window._raise_failure()
                 window.turn.made += 1
-            return out if parted is None else parted(out[0])
+                if error is not None:  # all ranks have read the headers
+                    raise error
+            return whole if parted is None else parted(whole[0])
 
         return run

@@ -1,4 +1,4 @@
-"""Executors: who runs a call.  HostExecutor for CPU ranks; for GPUs the fused kernels, or an unfused form."""
+"""Executors of a Workspace: they choose the form of each call.  CPU ranks have the unfused form by copies alone."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import Any, Protocol
 import torch
 
 from moecomm.errors import BadInput, MoecommError, Unsupported
-from moecomm.overlap.agreement import FirstCalls
+from moecomm.overlap.agreement import EveryCall, FirstCalls
 from moecomm.overlap.exchanges import Copies, collectives_of
-from moecomm.overlap.host import HostExecutor
 from moecomm.overlap.measured import Choice, Choices, Run
 from moecomm.overlap.plans import CallNumbers, Operators
 from moecomm.overlap.sizes import Sizes
@@ -21,6 +20,7 @@ from moecomm.window import Window
 
 _GPU = "moecomm.overlap.gpu"
 
+_ROUNDS = 3  # of a call of CPU ranks, as its Window counts: more than it has exchanges, so that it ends with its result
 COLUMNS = 8  # depths and numbers of columns of fused products are multiples of it
 # The product of so few rows is bound by w, and torch's is faster than the fused kernel's by more than that hides.  With
 # a kernel that adds up the products it takes 0.66 to 0.93 of NCCL's time, and the fused kernel 0.82 to 1.27
@@ -68,17 +68,37 @@ class Executors(Protocol):
 
 
 class HostExecutors:
-    """The executor of CPU ranks, which has one form of each operator."""
+    """The executors of CPU ranks, which have one form of each operator.  Opening is collective.
+
+    Args:
+        window: of all ranks.
+        nbytes: the first bytes of it, for copies; agreement.BYTES behind them are for headers.
+        numbers: of the Workspace.
+    """
 
     counted_ahead = 0
     choices = ()
 
-    def __init__(self, window: Window, numbers: CallNumbers) -> None:
-        self._host = HostExecutor(window, numbers)
+    def __init__(self, window: Window, nbytes: int, numbers: CallNumbers) -> None:
+        self._window, self._nbytes, self._numbers = window, nbytes, numbers
+        window.barrier()  # earlier writes of all ranks have come
 
     def choose(self, sizes: Sizes, fused: bool | None, gather: bool, given: tuple[Any, ...]) -> tuple[Run, bool]:
-        """Return the only form.  Ranks compare every call."""
-        return self._host.plan(sizes, gather), True
+        """Return the only form.  Ranks compare every call.
+
+        An error in a call, but for those of moecomm, ends the waits of all ranks.
+        """
+        window = self._window
+        agreement = EveryCall(window, self._nbytes, self._numbers, sizes)
+        unfused = UnfusedExecutor(Copies(window, range(self._nbytes), agreement)).plan(sizes, gather)
+
+        def run(*operands: Any) -> Any:
+            with window._call(_ROUNDS):
+                result = unfused(*operands)
+                window.turn.made += _ROUNDS
+            return result
+
+        return run, True
 
 
 class GpuExecutors:

@@ -26,7 +26,7 @@ def product(x: Matrix, w: Matrix) -> torch.Tensor:
         with torch.autocast(device, enabled=False):
             return product(x, w)
     if isinstance(x, Fp8) or isinstance(w, Fp8):
-        if isinstance(x, Fp8) and isinstance(w, Fp8) and _has_kernel(w.data):
+        if device != "cpu" and isinstance(x, Fp8) and isinstance(w, Fp8) and _has_kernel(w.data):
             return _by_kernel(x, w)
         return multiply(x, wide_weights(w), OF_FP8)
     if device == "cpu":  # some of torch's 16-bit products on CPUs round between blocks of K

@@ -1,4 +1,4 @@
-"""The operators without fusion, on GPUs: a product of torch and an exchange, one after the other."""
+"""The operators without fusion: a product or a lookup of torch and an exchange, one after the other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from moecomm.fused.fp8 import Fp8
 from moecomm.overlap.exchanges import Part, UnfusedExchange
-from moecomm.overlap.local import bag_sums, product
+from moecomm.overlap.local import bag_sums, check_bags, product
 from moecomm.overlap.plans import Operators
 from moecomm.overlap.sizes import GROUP, Matrix, Sizes
 
@@ -72,18 +72,20 @@ class UnfusedExecutor(Operators):
         send = self._exchange.all_to_all(call.result, call.dtype)
 
         def run(x: Matrix, w: Matrix) -> torch.Tensor:
-            flat = Fp8(*(of.flatten(1, 2) for of in x)) if isinstance(x, Fp8) else x.flatten(1, 2)
+            flat = Fp8(x.data.flatten(1, 2), x.scales.flatten(1, 2)) if isinstance(x, Fp8) else x.flatten(1, 2)
             y = product(flat, w).view(experts, ranks, rows, columns)
             return send(y.transpose(0, 1).contiguous())
 
         return run
 
     def _embedding_all_to_all(self, call: Sizes) -> Callable[..., Any]:
-        """Plan lookups.  An index of no row counts as -1: reading the values would wait for the GPU."""
-        batch = call.dims["B"]
+        """Plan lookups.  On GPUs an index of no row counts as -1: reading the values would wait for the device."""
+        batch, rows = call.dims["B"], call.dims["V"]
         send = self._exchange.all_to_all(call.result, call.dtype)
 
         def run(tables: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor | None = None) -> torch.Tensor:
+            if not indices.is_cuda:
+                check_bags(indices, offsets, rows)
             everybody = bag_sums(tables, indices, offsets, self.num_ranks * batch)
             parts = everybody.view(len(tables), self.num_ranks, batch, tables.shape[2])
             return send(parts.transpose(0, 1).contiguous())

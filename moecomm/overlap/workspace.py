@@ -16,6 +16,7 @@ from moecomm.base.weak import WeakTable
 from moecomm.errors import BadInput, Closed, ConcurrentCall, Mismatch, OutOfStep
 from moecomm.fused.fp8 import Fp8
 from moecomm.overlap import agreement
+from moecomm.overlap.exchanges import UNIT
 from moecomm.overlap.executors import Executors, GpuExecutors, HostExecutors
 from moecomm.overlap.measured import Choice
 from moecomm.overlap.plans import MOST_PLANS, CallKey, CallNumbers, CallPlan, key_of, new_plan
@@ -39,7 +40,7 @@ class Workspace(Bound):
     Args:
         group: as of a moecomm.Window; or an open Window, whose memory and signals nothing else uses from then on.
             Its other ranks open a Workspace over it at the same time.  close() leaves such a Window open.
-        nbytes: memory of each rank, the same on all ranks; none with a Window.  On CPUs a call needs twice what a rank
+        nbytes: memory of each rank, the same on all ranks; none with a Window.  On CPUs a call needs what a rank
             publishes in it, on GPUs more (docs/overlap.md, Limits).  Its error names the bytes if there are fewer.
         backend: as of a Window.
         device: as of a Window.
@@ -83,9 +84,8 @@ class Workspace(Bound):
     def _open(self) -> Executors:
         if self.executor_bytes <= 0:
             raise BadInput("nbytes", self.window.nbytes, "512 or more")
-        if self.device.type == "cpu":
-            return HostExecutors(self.window, self.turn)
-        return GpuExecutors(self.window, self.executor_bytes, self.turn)
+        executors = HostExecutors if self.device.type == "cpu" else GpuExecutors
+        return executors(self.window, self.executor_bytes, self.turn)
 
     @property
     def rank(self) -> int:
@@ -104,8 +104,8 @@ class Workspace(Bound):
 
     @property
     def executor_bytes(self) -> int:
-        """Bytes at the begin of the Window that executors use; the rest is for comparing first calls on GPUs."""
-        return self.window.nbytes // 256 * 256 - agreement.BYTES
+        """Bytes at the begin of the Window that executors use; headers of calls follow."""
+        return self.window.nbytes // UNIT * UNIT - agreement.BYTES
 
     @property
     def closed(self) -> bool:

@@ -70,21 +70,8 @@ class HostCalls:
         handle.peers = handle.control = self._table.buffer_info()[0]
         self.handle_address = handle.address
         self.pointers = torch.tensor(peers.addresses, dtype=torch.int64)
-
-    def signal(self, rank: int, index: int, amount: int) -> None:
-        self._handle.signal(rank, index, amount)
-
-    def set_signal(self, rank: int, index: int, value: int) -> None:
-        self._handle.set_signal(rank, index, value)
-
-    def signal_value(self, index: int) -> int:
-        return self._handle.signal_value(index)
-
-    def wait(self, index: int, value: int, peer: int) -> bool:
-        return self._handle.wait(index, value, peer)
-
-    def barrier(self) -> bool:
-        return self._handle.barrier()
+        self.signal, self.set_signal, self.signal_value = handle.signal, handle.set_signal, handle.signal_value
+        self.wait, self.barrier = handle.wait, handle.barrier
 
     def abort_word(self) -> int:
         own = self._peers.addresses[self._handle.rank] + self._handle.abort

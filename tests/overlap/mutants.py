@@ -28,9 +28,9 @@ GATHER, SCATTER, REDUCE, SEND, LOOKUP = (
 MUTANTS = [
     Mutant(
         "the scales of the own rows for all rows",
-        "host",
-        "of_peer = Fp8(*piece) if call.fp8 else piece[0]",
-        "of_peer = Fp8(piece[0], mine[1]) if call.fp8 else piece[0]",
+        "unfused",
+        "gathered = Fp8(*whole) if call.fp8 else whole[0]",
+        "gathered = Fp8(whole[0], x[1].repeat(self.num_ranks, 1)) if call.fp8 else whole[0]",
         (GATHER,),
     ),
     Mutant(
@@ -42,11 +42,11 @@ MUTANTS = [
     ),
     Mutant(
         "the own part is not rounded before it is added",
-        "host",
-        "found = sum_in_order(views[half])",
-        "parts = [of.float() for of in views[half]]\n"
-        "                parts[self._rank] = x.float() @ w.float().mT\n"
-        "                found = sum(parts).to(x.dtype)",
+        "unfused",
+        "return reduced(mine)",
+        "parts = self._exchange.all_gather([(call.result, call.dtype)])(mine)[0].float()\n"
+        "            parts[self._exchange._rank] = x.float() @ w.float().mT\n"
+        "            return parts.sum(0).to(x.dtype)",
         (REDUCE,),
     ),
     Mutant(
@@ -65,28 +65,28 @@ MUTANTS = [
     ),
     Mutant(
         "rows of ranks in the other order",
-        "host",
-        "y[peer * rows : (peer + 1) * rows]",
-        "y[(ranks - 1 - peer) * rows : (ranks - peer) * rows]",
+        "unfused",
+        "[of.flatten(0, 1) for of in collect(",
+        "[of.flip(0).flatten(0, 1) for of in collect(",
         (GATHER,),
     ),
     Mutant(
         "a part for another rank",
-        "host",
-        "[[of[self._rank] for of in by_rank] for by_rank in published]",
-        "[[of[rank] for rank, of in enumerate(by_rank)] for by_rank in published]",
+        "exchanges",
+        "self._rank * (sizes[nth] // ranks)",
+        "rank * (sizes[nth] // ranks)",
         (SCATTER, SEND, LOOKUP),
     ),
     Mutant(
         "the own shard of all experts",
-        "host",
-        "send(rows.transpose(0, 1), wide_weights(w))",
-        "send([rows[:, self._rank]] * self.num_ranks, wide_weights(w))",
+        "unfused",
+        "return send(y.transpose(0, 1).contiguous())",
+        "return send(torch.stack([y[:, self._exchange._rank]] * ranks))",
         (SEND,),
     ),
     Mutant(
         "samples in the place of the next rank's",
-        "host",
+        "unfused",
         "parts = everybody.view(",
         "parts = everybody.roll(batch, 1).view(",
         (LOOKUP,),

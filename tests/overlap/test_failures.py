@@ -15,7 +15,7 @@ import torch
 import moecomm
 from moecomm import overlap
 from moecomm.fused import Fp8
-from moecomm.overlap import host
+from moecomm.overlap import local
 from moecomm.overlap.local import multiply
 
 from ..backends.conftest import run_ranks
@@ -122,7 +122,7 @@ def test_no_room_names_the_bytes_that_are_enough() -> None:
     def body(group: Any) -> None:
         x, w = torch.ones(50, 3, dtype=BF16), torch.ones(40, 3, dtype=BF16)
         with overlap.Workspace(group, 4096, **HOST) as workspace:
-            with pytest.raises(moecomm.BadInput, match=r"nbytes: got 4096; want at least \d+ for this") as caught:
+            with pytest.raises(moecomm.BadInput, match=r"nbytes: got 4096; want at least \d+ for these") as caught:
                 overlap.matmul_all_reduce(x, w, workspace)
             enough = int(str(caught.value.want).split()[2])
         with overlap.Workspace(group, enough, **HOST) as workspace:
@@ -372,7 +372,7 @@ def test_an_error_of_torch_ends_the_waits_of_all(monkeypatch: pytest.MonkeyPatch
             raise RuntimeError("no memory")
         return multiply(x, w, dtype)
 
-    monkeypatch.setattr(host, "multiply", fails)
+    monkeypatch.setattr(local, "multiply", fails)
 
     together = threading.Barrier(3)
 

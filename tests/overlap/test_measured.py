@@ -313,7 +313,7 @@ def test_a_measured_call_has_the_bits_of_the_reference(
     operator: str, form: str, inference: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Inputs stay as they are, and repeated calls are not measured again."""
-    monkeypatch.setattr(workspaces, "HostExecutors", lambda window, numbers: GpuExecutors(window, 1 << 20, numbers))
+    monkeypatch.setattr(workspaces, "HostExecutors", GpuExecutors)
     costs = dict.fromkeys(("fused", "kernel", "copies"), 2.0) | {form: 1.0}
     measurements = set_costs(monkeypatch.setattr, lambda rank: costs)
     drawn = (random_case(operator, 2, seed) for seed in range(400))
@@ -335,7 +335,7 @@ def test_a_measured_call_has_the_bits_of_the_reference(
 
 @pytest.mark.usefixtures("fused")
 def test_backward_passes_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workspaces, "HostExecutors", lambda window, numbers: GpuExecutors(window, 1 << 20, numbers))
+    monkeypatch.setattr(workspaces, "HostExecutors", GpuExecutors)
     set_costs(monkeypatch.setattr, lambda rank: {"fused": 2.0, "copies": 1.0})
 
     def body(workspace: overlap.Workspace) -> list[str]:
@@ -469,7 +469,7 @@ def _trains(rank: int, group: Any) -> tuple[list[float], list[str]]:
     """Run a forward and a backward pass by collectives, with leaves as arguments."""
     exchanges._LIBRARIES["cpu"] = "gloo"
     sys.modules["moecomm.overlap.gpu"] = SimpleNamespace(GpuExecutor=Fused)  # type: ignore[assignment]
-    workspaces.HostExecutors = lambda window, numbers: GpuExecutors(window, ROOM, numbers)  # type: ignore
+    workspaces.HostExecutors = GpuExecutors  # type: ignore
     set_costs(setattr, lambda rank: {"fused": 2.0, "kernel": 2.0, "collectives": 1.0})
     x, w1, w2 = (torch.full((4, 4), value, dtype=BF16, requires_grad=True) for value in (rank + 1.0, 1.0, 2.0))
     with overlap.Workspace(group, ROOM + 4096, **HOST) as workspace:

@@ -206,7 +206,7 @@ def test_plans_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_a_repeated_call_is_short_on_gpus(operator: str, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run executors of GPUs over Windows of CPU ranks, and launch nothing.  A barrier of GPUs makes one call more."""
-    monkeypatch.setattr(workspaces, "HostExecutors", lambda window, numbers: GpuExecutors(window, 1 << 25, numbers))
+    monkeypatch.setattr(workspaces, "HostExecutors", GpuExecutors)
     monkeypatch.setattr(tensor_maps, "encode", lru_cache(lambda *about: struct("TensorMap")()))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     for name, value in (("cuda_context", 1), ("current_stream", 7), ("cuda_launch_packed", None)):
