@@ -204,15 +204,15 @@ class Copies:
                 copies.append((nth, rank, window.tensor(shape[1:], dtype, rank=rank, offset=begin + offset)))
 
         def run(*tensors: torch.Tensor) -> Any:
-            whole = []
-            for tensor, (shape, dtype) in zip(tensors, collected, strict=True):
-                whole.append(tensor.new_empty(shape, dtype=dtype))
             if agreement is not None:
                 agreement.publish()
+            whole = []
             if ranks == 1:
-                for tensor, target in zip(tensors, whole, strict=True):
-                    target.view(tensor.shape).copy_(tensor)
+                for tensor, (shape, _) in zip(tensors, collected, strict=True):
+                    whole.append(tensor.clone().view(shape))
                 return whole if parted is None else parted(whole[0])
+            for tensor, (shape, dtype) in zip(tensors, collected, strict=True):
+                whole.append(tensor.new_empty(shape, dtype=dtype))
             with context():
                 for tensor, target in zip(tensors, own, strict=True):
                     target.copy_(tensor)
