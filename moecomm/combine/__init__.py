@@ -11,7 +11,7 @@ from moecomm.base.arrays import note_written, refuse_gradients
 from moecomm.combine import in_window, verify
 from moecomm.combine.arguments import Tensors, check, dequantized
 from moecomm.combine.in_window import empty
-from moecomm.combine.options import Key, Options, Request, check_types
+from moecomm.combine.options import Key, Options, Request, check_options
 from moecomm.combine.plan import Combining, Plan
 from moecomm.dispatch import tables
 from moecomm.dispatch.arguments import check_handle
@@ -46,7 +46,10 @@ def combine(
     topk_weights: Any = None,
 ) -> Any:
     """Buffer.combine."""
-    check_types(request.options, rounds.dtype)
+    options = request.options
+    is_counted = options.num_sms is None or type(options.num_sms) is int
+    if not (is_counted and type(options.weighted) is bool):  # equal to a known call's, whose plan would be found
+        check_options(options, rounds.dtype)
     if isinstance(handle, ChunkedHandle):
         return _combine_chunks(rounds, request, y, handle, out, bias, weight_grads, topk_weights)
     given = (y, handle, out, bias, weight_grads, topk_weights)

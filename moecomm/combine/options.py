@@ -76,12 +76,6 @@ def check_options(options: Options, dtype: torch.dtype) -> None:
         raise BadInput("wire", options.wire, f"None, 'exact', 'rows', 'fp8', 'int8' or the dtype of y, {dtype}")
 
 
-def check_types(options: Options, dtype: torch.dtype) -> None:
-    """Run check_options() unless the types are right: see moecomm.dispatch.options.check_types()."""
-    if not ((options.num_sms is None or type(options.num_sms) is int) and type(options.weighted) is bool):
-        check_options(options, dtype)
-
-
 def wire_dtype(wire: CombineWire | None, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of a reduced row on the wire, or with "rows" of a row, for a `y` of `dtype`."""
     found: torch.dtype = dtype if wire is None or is_unsummed(wire) else dtype_of_wire(wire)

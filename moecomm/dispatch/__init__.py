@@ -81,7 +81,9 @@ def dispatch(
 ) -> Routed:
     """Buffer.dispatch.  `global_scale`: pack(); `first_token`, `copies`: see prepare()."""
     options = request.options
-    check_types(options)
+    is_counted = options.num_sms is None or type(options.num_sms) is int
+    if not (is_counted and type(options.expert_alignment) is int and type(options.check_weights) is bool):
+        check_types(options)
     asks_for_more = request.grow or first_token is not None or copies is not None or options.overflow is not None
     asks_for_more = asks_for_more or bool(observers.active)
     packs = type(extras) is not tuple or len(extras) > 0 or global_scale is not None

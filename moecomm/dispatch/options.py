@@ -123,10 +123,13 @@ def check_options(options: Options) -> None:
 
 
 def check_types(options: Options) -> None:
-    """Run check_options() unless the types are right: 1.0 and True are equal to 1, and would find the plans of 1."""
-    is_number = options.num_sms is None or type(options.num_sms) is int
-    if not (is_number and type(options.expert_alignment) is int and type(options.check_weights) is bool):
-        check_options(options)
+    """Raise BadInput for options that are equal to those of a known call, which would find its plan, as 1.0 and 1 are.
+
+    Not called where types are right: a repeated call passes few functions.
+    """
+    check_flag("check_weights", options.check_weights)
+    check_alignment("expert_alignment", options.expert_alignment)
+    check_num_sms(options.num_sms)
 
 
 def check_overflow(overflow: Overflow | None, max_rows: int | None = None) -> None:

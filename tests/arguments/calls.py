@@ -51,6 +51,7 @@ NOT_CALLED = {
     "moecomm.doctor",  # no arguments
     "launch.Failure",
     "launch.run_child",
+    "launch.run_program",
     "router.Model",
     "router.gate_weight",
     "router.drawn",
