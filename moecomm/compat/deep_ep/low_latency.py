@@ -393,13 +393,8 @@ class LowLatency(OverPool):
         """
         if {type(zero_copy), type(async_finish), type(return_recv_hook)} != {bool}:
             check_flags(zero_copy=zero_copy, async_finish=async_finish, return_recv_hook=return_recv_hook)
-        has_signals = not (src_signals is src_signal_expect_value is packed_recv_count is comp_signal is None)
-        if (
-            has_signals
-            or not (block_m is threshold is num_sms is None)
-            or overlap is not False
-            or use_logfmt is not False
-        ):
+        newer = (src_signals, src_signal_expect_value, packed_recv_count, comp_signal, block_m, threshold, num_sms)
+        if {*map(id, newer)} != {id(None)} or overlap is not False or use_logfmt is not False:
             refuse(
                 "deep_ep",
                 use_logfmt=use_logfmt,
