@@ -62,7 +62,7 @@ def test_files_are_short() -> None:
 
 
 def test_no_room_is_larger_than_its_budget() -> None:
-    """What is added is paid for by what goes: `python -m tests.size lower` after a cut."""
+    """A change pays for what it adds by what it takes away: `python -m tests.size lower` after a cut."""
     budget = json.loads(BUDGET.read_text())
     assert {name: size for name, size in sizes().items() if size > budget.get(name, 0)} == {}
 

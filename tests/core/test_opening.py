@@ -465,7 +465,7 @@ TOLD = {"BadInput": "BadInput", "KeyboardInterrupt": "Aborted"}
 
 
 class Model:
-    """What ranks must find that open in step, but for those that leave a call out."""
+    """A model of openings in step, in which ranks may leave calls out."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks

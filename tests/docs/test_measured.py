@@ -73,7 +73,7 @@ def test_shares_of_the_line_rate_of_an_emulated_nic() -> None:
 
 
 def test_nvshmem_takes_longer_than_lsa_by_as_much_as_the_results_say() -> None:
-    """Of one GPU a domain, the longest; of two, the three that miss the aim, and the range of the others."""
+    """The longest rounds of one GPU a domain; of two, the three that miss the aim, and the range of the others."""
     sentence = aim("NVSHMEM within 1.3 times")[0]
     rounds: list[dict[str, Any]] = [
         {"what": "dispatch", "payload": "bf16"},

@@ -1,4 +1,4 @@
-"""What the library exports; its numbers against NCCL's headers; what Python knows of the plugin."""
+"""Exports of the library, its numbers against NCCL's headers, and the Python side of the plugin."""
 
 from __future__ import annotations
 
