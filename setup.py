@@ -76,6 +76,8 @@ class Build(build_ext):
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
         if done.returncode:
             self.announce(f"moecomm/_native.pyi is not written: {done.stderr}", level=4)
+        if not self.inplace:
+            self.copy_extensions_to_source()  # Python started in this folder imports its moecomm, not the installed one
 
     def build_extensions(self) -> None:
         """Name what to install before the first command fails.  Older setuptools compile C++ with the C compiler."""

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import importlib
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+if not any(Path(__path__[0]).glob("_native.*.so")):
+    checkout = Path(__path__[0]).parent
+    raise ImportError(f"{checkout} is not built: run `pip install {checkout}`, or start Python outside of it.")
 
 from moecomm.base import formats as formats
 from moecomm.base.layers import layer

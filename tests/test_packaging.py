@@ -160,13 +160,33 @@ def test_the_wheel_is_for_machines_with_an_older_glibc(built: tuple[Path, Path],
     assert {symbol for symbol, minor in versions.items() if minor > 28} - YOUNGER == set()
 
 
-@pytest.mark.parametrize("which", [0, 1], ids=["sdist", "wheel"])
-def test_what_is_installed_runs_the_demo(built: tuple[Path, Path], which: int, tmp_path: Path) -> None:
+def install(package: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """Install a package in a new environment, whose interpreter and site-packages are returned."""
     python = new_environment(tmp_path / "environment")
-    run(python, "-m", "pip", "install", "--quiet", "--no-deps", built[which], cwd=tmp_path)
+    run(python, "-m", "pip", "install", "--quiet", "--no-deps", package, cwd=tmp_path)
     # Take moecomm's dependencies from this environment: torch is large.  Behind the packages of the new one.
     site = Path(run(python, "-c", "import site; print(site.getsitepackages()[0])", cwd=tmp_path).stdout.strip())
     (site / "dependencies.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
+    return python, site
+
+
+def test_programs_run_in_the_checkout_that_was_installed(tree: Path, tmp_path: Path) -> None:
+    checkout = tmp_path / "checkout"
+    shutil.copytree(tree, checkout)
+    refused = run(sys.executable, "-c", "import moecomm", cwd=checkout, check=False).stdout
+    assert f"ImportError: {checkout} is not built: run `pip install" in refused
+    python, _ = install(checkout, tmp_path)
+    (program,) = re.findall(r"^```python\n(.*?)^```$", (checkout / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    (checkout / "example.py").write_text(program)
+    torchrun = (python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "example.py")
+    assert "the result is right to" in run(*torchrun, cwd=checkout, GLOO_SOCKET_IFNAME="lo").stdout
+    run(python, "-m", "pytest", "--collect-only", "-q", "tests/test_errors.py", cwd=checkout)
+    assert moecomm.__version__ in run(python, "-m", "moecomm", "--version", cwd=checkout).stdout
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["sdist", "wheel"])
+def test_what_is_installed_runs_the_demo(built: tuple[Path, Path], which: int, tmp_path: Path) -> None:
+    python, site = install(built[which], tmp_path)
     module = run(python, "-c", "import moecomm; print(moecomm.__file__)", cwd=tmp_path).stdout.strip()
     assert Path(module).is_relative_to(site)
     command = tmp_path / "environment" / "bin" / "moecomm"
