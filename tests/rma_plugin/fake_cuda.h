@@ -1,4 +1,4 @@
-// What the fake driver of CUDA offers beside CUDA's functions: what the tests tell it and ask it.
+// Functions of the fake CUDA driver beside those of CUDA, by which tests set it up and read it.
 #pragma once
 #include <cstddef>
 
